@@ -1,0 +1,346 @@
+"""Every message that passes between processes over NATS, and every value kept in a KV bucket.
+
+Commands are imperative, events past tense. All are frozen and tagged with their own name, so that a reader can tell them
+apart and an unknown one is a clear error; unknown *fields* are ignored, so that neighbouring versions understand each
+other. Where each one travels is decided in :mod:`libs.common.subjects`. A message is a hint or a reference; the truth about
+a trajectory is in the store, and weights are in the policy store.
+"""
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from libs.common.errors import MessageError
+from libs.common.job import Job
+from libs.common.tokens import PolicyVersion
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all messages. ``sender`` is the instance id of who sent it."""
+
+    sender: str
+
+
+class Outcome(StrEnum):
+    """How a job ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Phase(StrEnum):
+    """Which stage a job's current step is in; what the scheduler gives units to."""
+
+    STARTING = "starting"
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    DONE = "done"
+
+
+class Role(StrEnum):
+    """What a worker instance does with its device."""
+
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+
+
+class SubStage(StrEnum):
+    """What a device is really doing: the nodes of the sub-stage graph."""
+
+    PREFILL = "prefill"
+    WIDE_DECODE = "wide_decode"
+    TAIL_DECODE = "tail_decode"
+    TOOL_WAIT = "tool_wait"
+    REWARD = "reward"
+    TRAIN = "train"
+    WEIGHT_SYNC = "weight_sync"
+    IDLE = "idle"
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+class SubmitJob(Message, frozen=True, kw_only=True):
+    """A user hands in a job; ``blobs`` maps a dataset path in the job to the digest it was uploaded under."""
+
+    job_uid: str
+    job: Job
+    blobs: dict[str, str] = {}
+    submitted_at: float
+
+
+class CancelJob(Message, frozen=True, kw_only=True):
+    """A user wants a job ended."""
+
+    job_uid: str
+    reason: str = "cancelled by the user"
+
+
+class TrainingEnded(Message, frozen=True, kw_only=True):
+    """A trainer is done with a job, one way or the other; the scheduler turns it into the terminal event."""
+
+    job_uid: str
+    outcome: Outcome
+    reason: str = ""
+
+
+class JobEnded(Message, frozen=True, kw_only=True):
+    """The one terminal event of a job."""
+
+    job_uid: str
+    outcome: Outcome
+    reason: str = ""
+    ended_at: float
+
+
+# --- trajectories ----------------------------------------------------------------------------------------------------
+
+
+class StartRollout(Message, frozen=True, kw_only=True):
+    """There is work: a trajectory record waits to be claimed. ``attempt`` numbers re-announcements.
+
+    ``policy`` is the version that must be in force before the first token is sampled.
+    """
+
+    job_uid: str
+    step: int
+    group: int
+    sample: int
+    policy: PolicyVersion
+    attempt: int = 0
+
+
+class TrajectoryFinished(Message, frozen=True, kw_only=True):
+    """A trajectory has its last token and waits for its score."""
+
+    job_uid: str
+    step: int
+    group: int
+    sample: int
+    attempt: int = 0
+
+
+class TrajectorySettled(Message, frozen=True, kw_only=True):
+    """A trajectory reached a terminal state, scored or failed."""
+
+    job_uid: str
+    step: int
+    group: int
+    sample: int
+    state: Literal["scored", "failed"]
+    attempt: int = 0
+
+
+class DeadLetter(Message, frozen=True, kw_only=True):
+    """Something that couldn't be processed, kept for a person to look at and replay."""
+
+    subject: str
+    reason: str
+    payload: bytes
+    died_at: float
+
+
+# --- decisions and telemetry -----------------------------------------------------------------------------------------
+
+
+class Decision(Message, frozen=True, kw_only=True):
+    """What the scheduler decided, for observers: the grants now in force on a device, and why."""
+
+    device: str
+    revision: int
+    policy: str
+    reason: str
+    grants: dict[str, int]
+    decided_at: float
+
+
+class SubStageEntered(Message, frozen=True, kw_only=True):
+    """A worker's sub-stage for a job changed, just now."""
+
+    job_uid: str
+    step: int
+    sub_stage: SubStage
+
+
+class RolloutWindow(Message, frozen=True, kw_only=True):
+    """What one engine did in the last telemetry window.
+
+    Attributes:
+        tokens_prefill, tokens_decode: processed in the window. window_s: its length.
+        lengths: histogram of the running sequences' response lengths in bins of 32 tokens.
+        kv_used: share of KV blocks, 0..1. units: in force. revision: of the allocation in force.
+    """
+
+    job_uid: str
+    step: int
+    window_s: float
+    tokens_prefill: int
+    tokens_decode: int
+    running: int
+    waiting: int
+    lengths: list[int]
+    kv_used: float
+    units: int
+    revision: int
+
+
+class TrainerWindow(Message, frozen=True, kw_only=True):
+    """One micro-batch done: ``tokens`` trained in ``seconds``; ``done`` of ``total`` in this step."""
+
+    job_uid: str
+    step: int
+    done: int
+    total: int
+    tokens: int
+    seconds: float
+    units: int
+    revision: int
+
+
+# --- current state, in KV --------------------------------------------------------------------------------------------
+
+
+class Worker(Message, frozen=True, kw_only=True):
+    """Presence of a rollout or trainer instance: where it runs and what it can take. Renewed; stale means gone.
+
+    Attributes:
+        device: id of the device it computes on. units: how many units the device has in all.
+        max_units: the most units that this instance can use.
+        memory_mb: of the device, shared by all its instances.
+        serves: the kind of model engine, for placement.
+        draining: takes no new work.
+        revisions: per job the allocation revision in force.
+    """
+
+    role: Role
+    device: str
+    units: int
+    max_units: int
+    memory_mb: int
+    started_at: float
+    draining: bool = False
+    revisions: dict[str, int] = {}
+
+
+class Allocation(Message, frozen=True, kw_only=True):
+    """What an instance may use for a job: these units of its device, so much memory, so many running trajectories.
+
+    No units: paused with its state kept. Applied at the next step boundary if ``revision`` is newer than the one in force.
+    """
+
+    instance: str
+    job_uid: str
+    units: tuple[int, ...]
+    memory_mb: int
+    max_running: int
+    revision: int
+
+
+class PolicyPublished(Message, frozen=True, kw_only=True):
+    """The current policy of a job; the pointer moves by compare-and-set only. ``digest`` is the manifest's sha256."""
+
+    job_uid: str
+    version: PolicyVersion
+    url: str
+    digest: str
+
+
+class JobState(StrEnum):
+    """The scheduler's view of a job."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class JobRecord(Message, frozen=True, kw_only=True):
+    """An accepted job and what the scheduler did with it; ``trainer`` is the instance that runs its step loop."""
+
+    job_uid: str
+    job: Job
+    state: JobState
+    submitted_at: float
+    blobs: dict[str, str] = {}
+    trainer: str = ""
+    outcome: Outcome | None = None
+    reason: str = ""
+    ended_at: float | None = None
+
+
+class JobProgress(Message, frozen=True, kw_only=True):
+    """Where a job's step loop is, told by its trainer.
+
+    Attributes:
+        step: of the current step, 0-based; ``steps`` in all. settled, expected: trajectories of this step.
+        rewards: mean training reward of every finished step. evaluations: (step, mean held-out reward).
+        tokens: prompt and completion tokens of all finished steps; rollout_s, train_s, other_s: where their time went.
+        mismatch_kl: mean engine-trainer KL (nats per token) of the last step.
+        trained: trajectories trained so far. failed: samples that ended as failed. truncated: trained at the length limit.
+        resumes, retries: counted over all settled trajectories.
+        units: in force for the trainer. artifacts: where model, log and checkpoints lie.
+        warnings: things a user must know, each once.
+    """
+
+    job_uid: str
+    phase: Phase
+    step: int
+    steps: int
+    settled: int
+    expected: int
+    rewards: list[float] = []
+    evaluations: list[tuple[int, float]] = []
+    tokens: int = 0
+    completion_tokens: int = 0
+    rollout_s: float = 0.0
+    train_s: float = 0.0
+    other_s: float = 0.0
+    mismatch_kl: float = 0.0
+    trained: int = 0
+    failed: int = 0
+    truncated: int = 0
+    retries: int = 0
+    artifacts: dict[str, str] = {}
+    warnings: list[str] = []
+
+
+AnyMessage = (
+    SubmitJob
+    | CancelJob
+    | TrainingEnded
+    | JobEnded
+    | StartRollout
+    | TrajectoryFinished
+    | TrajectorySettled
+    | DeadLetter
+    | Decision
+    | SubStageEntered
+    | RolloutWindow
+    | TrainerWindow
+    | Worker
+    | Allocation
+    | PolicyPublished
+    | JobRecord
+    | JobProgress
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Message to msgpack."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """Msgpack to message.
+
+    Raises:
+        MessageError: not one of ours, or of a version that this one can't read.
+    """
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise MessageError(f"undecodable message of {len(data)} bytes: {error}") from None

@@ -1,0 +1,172 @@
+"""The shell that every service shares: connect, register, announce, run one task group, end cleanly on a signal.
+
+A service's ``__main__`` names its role and hands over its body. The body gets a :class:`Context`; it returns when it has
+drained after ``context.stopping`` was set. A task that dies takes the process down with a non-zero exit: a supervisor
+restarts it, and everything that matters is in the store and on the bus.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+from nats.micro import add_service
+from nats.micro.request import Request
+from structlog.typing import FilteringBoundLogger
+
+from libs.common import subjects
+from libs.common.bus import Bus
+from libs.common.errors import JigsawError
+from libs.common.logging import configure
+from libs.common.messages import Worker
+from libs.common.settings import Addresses, NodeSettings, load_settings
+from libs.common.store import TrajectoryStore
+
+DRAIN_S = 20.0
+HEARTBEAT_S = 2.0
+SET_UP_PATIENCE_S = 60.0
+
+Handler = Callable[[], Awaitable[str]]
+
+
+class Context(msgspec.Struct):
+    """What a service body works with."""
+
+    instance: str
+    settings: NodeSettings
+    bus: Bus
+    store: TrajectoryStore
+    log: FilteringBoundLogger
+    stopping: anyio.Event
+
+
+Body = Callable[[Context], Awaitable[None]]
+
+
+def run_service(role: str, body: Body, *, sets_up_bus: bool = False, endpoints: dict[str, Handler] | None = None) -> None:
+    """Entry point of a service process; ends it with exit code 0, or 1 after one clear line.
+
+    Args:
+        role: name of the service in the registry and of its instances by default.
+        body: the service.
+        sets_up_bus: whether this service creates streams and buckets (the scheduler) instead of waiting for them.
+        endpoints: request-reply commands, answered under this instance's control subjects.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"JigsawRL {role} service")
+    parser.add_argument("--settings", type=Path, required=True, help="the node's settings file (TOML)")
+    parser.add_argument("--instance", default=f"{role}-{socket.gethostname()}-{os.getpid()}", help="unique instance id")
+    arguments = parser.parse_args()
+    log = configure(instance=arguments.instance)
+    try:
+        settings = load_settings(arguments.settings)
+        log = configure(instance=arguments.instance, level=settings.log_level)
+        anyio.run(_serve, role, body, arguments.instance, settings, log, sets_up_bus, endpoints or {})
+    except* JigsawError as group:
+        for error in _leaves(group):
+            log.error("service_failed", error=str(error))
+        sys.exit(1)
+
+
+async def _serve(
+    role: str,
+    body: Body,
+    instance: str,
+    settings: NodeSettings,
+    log: FilteringBoundLogger,
+    sets_up_bus: bool,
+    endpoints: dict[str, Handler],
+) -> None:
+    addresses = Addresses.from_environment()
+    bus = await Bus.connect(addresses.nats_url, instance=instance, log=log)
+    try:
+        store = await TrajectoryStore.connect(addresses.redis_url)
+        try:
+            if sets_up_bus:
+                await bus.set_up()
+            else:
+                await bus.wait_until_set_up(SET_UP_PATIENCE_S)
+            await _register(bus, role, instance, endpoints)
+            context = Context(instance, settings, bus, store, log, anyio.Event())
+            log.info("service_started", role=role)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_stop_on_signal, context, tasks.cancel_scope)
+                await body(context)
+                tasks.cancel_scope.cancel()
+            log.info("service_stopped")
+        finally:
+            await store.close()
+    finally:
+        await bus.close()
+
+
+async def _stop_on_signal(context: Context, scope: anyio.CancelScope) -> None:
+    """First signal: drain, for a bounded time. Second: stop now."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        waiting = aiter(signals)
+        number = await anext(waiting)
+        context.log.info("draining", signal=signal.Signals(number).name)
+        context.stopping.set()
+        with anyio.move_on_after(DRAIN_S):
+            await anext(waiting)
+        context.log.warning("drain_cut_short")
+        scope.cancel()
+
+
+async def _register(bus: Bus, role: str, instance: str, endpoints: dict[str, Handler]) -> None:
+    """Make the instance visible to the ecosystem's own tools, with its commands as endpoints."""
+    service = await add_service(
+        bus.client,
+        name=f"jigsaw-{role}",
+        version=importlib.metadata.version("jigsawrl"),
+        description=f"JigsawRL {role}",
+        metadata={"instance": instance},
+    )
+    for command, handler in {"ping": _pong, **endpoints}.items():
+        await service.add_endpoint(
+            name=command, subject=subjects.control_subject(instance, command), handler=_reply(handler)
+        )
+
+
+async def _pong() -> str:
+    return "pong"
+
+
+def _reply(handler: Handler) -> Callable[[Request], Awaitable[None]]:
+    async def answer(request: Request) -> None:
+        try:
+            await request.respond((await handler()).encode())
+        except JigsawError as error:
+            await request.respond_error(code="500", description=str(error))
+
+    return answer
+
+
+async def heartbeat(context: Context, describe: Callable[[], Worker]) -> None:
+    """Keep this worker's presence fresh until cancelled; then say that it is gone."""
+    table = await context.bus.table(Worker)
+    try:
+        while True:
+            await table.put(context.instance, describe())
+            await anyio.sleep(HEARTBEAT_S)
+    finally:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
+            await table.delete(context.instance)
+
+
+def now() -> float:
+    """Wall-clock time in seconds, for messages."""
+    return time.time()
+
+
+def _leaves(group: BaseExceptionGroup[JigsawError]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return found
