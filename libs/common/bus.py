@@ -53,6 +53,10 @@ class Delivery(msgspec.Struct, frozen=True):
         """Its effect is safe: never deliver it again."""
         await self._msg.ack()
 
+    async def extend(self) -> None:
+        """It is being worked on: wait longer before delivering it to someone else."""
+        await self._msg.in_progress()
+
     async def retry(self, after_s: float) -> None:
         """Deliver it again later, to anyone."""
         await self._msg.nak(delay=after_s)
@@ -117,7 +121,7 @@ class Bus:
         await self._client.close()
 
     async def set_up(self) -> None:
-        """Create streams and buckets, or bring them up to date. The scheduler alone does this."""
+        """Create streams, buckets and the consumer that all jobs share. The scheduler alone does this."""
         for stream in subjects.STREAMS:
             config = _stream_config(stream)
             try:
@@ -126,6 +130,7 @@ class Bus:
                 await self._js.update_stream(config)
         for bucket in subjects.BUCKETS.values():
             await self._js.create_key_value(KeyValueConfig(bucket=bucket, history=1, storage=StorageType.FILE))
+        await self.ensure_consumer(m.TrajectoryFinished, subjects.REWARD_CONSUMER)
         await self._js.create_object_store(subjects.BLOBS)
 
     async def wait_until_set_up(self, timeout_s: float) -> None:
@@ -320,9 +325,12 @@ class Table(Generic[M]):
         return await self._kv.put(key, m.encode(value))
 
     async def swap(self, key: str, value: M, *, expected_revision: int) -> bool:
-        """Set a value only if the key is still at a revision (0: doesn't exist); whether it was set."""
+        """Set a value only if the key is still at a revision (0: doesn't exist, or was deleted); whether it was set."""
         try:
-            await self._kv.update(key, m.encode(value), last=expected_revision)
+            if expected_revision:
+                await self._kv.update(key, m.encode(value), last=expected_revision)
+            else:  # a deleted key has left a marker, which an update from 0 would trip over
+                await self._kv.create(key, m.encode(value))
         except KeyWrongLastSequenceError:
             return False
         return True

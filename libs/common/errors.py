@@ -43,6 +43,10 @@ class ModelError(JigsawError):
     """A model that can't be found, read or used for what a job asks of it."""
 
 
+class RewardError(JigsawError):
+    """A reward function that can't be loaded, so that nothing can be scored."""
+
+
 class NodeError(JigsawError):
     """The node can't start, isn't running, or lacks something that it needs."""
 

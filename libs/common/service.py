@@ -67,39 +67,44 @@ def run_service(role: str, body: Body, *, sets_up_bus: bool = False, endpoints: 
     try:
         settings = load_settings(arguments.settings)
         log = configure(instance=arguments.instance, level=settings.log_level)
-        anyio.run(_serve, role, body, arguments.instance, settings, log, sets_up_bus, endpoints or {})
+        shell = _Shell(role, body, arguments.instance, settings, log, sets_up_bus, endpoints or {})
+        anyio.run(_serve, shell)
     except* JigsawError as group:
         for error in _leaves(group):
             log.error("service_failed", error=str(error))
         sys.exit(1)
 
 
-async def _serve(
-    role: str,
-    body: Body,
-    instance: str,
-    settings: NodeSettings,
-    log: FilteringBoundLogger,
-    sets_up_bus: bool,
-    endpoints: dict[str, Handler],
-) -> None:
+class _Shell(msgspec.Struct, frozen=True):
+    """What :func:`run_service` was called with, once the settings are read."""
+
+    role: str
+    body: Body
+    instance: str
+    settings: NodeSettings
+    log: FilteringBoundLogger
+    sets_up_bus: bool
+    endpoints: dict[str, Handler]
+
+
+async def _serve(shell: _Shell) -> None:
     addresses = Addresses.from_environment()
-    bus = await Bus.connect(addresses.nats_url, instance=instance, log=log)
+    bus = await Bus.connect(addresses.nats_url, instance=shell.instance, log=shell.log)
     try:
         store = await TrajectoryStore.connect(addresses.redis_url)
         try:
-            if sets_up_bus:
+            if shell.sets_up_bus:
                 await bus.set_up()
             else:
                 await bus.wait_until_set_up(SET_UP_PATIENCE_S)
-            await _register(bus, role, instance, endpoints)
-            context = Context(instance, settings, bus, store, log, anyio.Event())
-            log.info("service_started", role=role)
+            await _register(bus, shell.role, shell.instance, shell.endpoints)
+            context = Context(shell.instance, shell.settings, bus, store, shell.log, anyio.Event())
+            shell.log.info("service_started", role=shell.role)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_stop_on_signal, context, tasks.cancel_scope)
-                await body(context)
+                await shell.body(context)
                 tasks.cancel_scope.cancel()
-            log.info("service_stopped")
+            shell.log.info("service_stopped")
         finally:
             await store.close()
     finally:

@@ -244,12 +244,12 @@ class TrajectoryStore:
             _queue(pipe, write)
         return [_answer(reply) for reply in await pipe.execute(raise_on_error=False)]
 
-    async def states(self, ids: Sequence[TrajectoryId]) -> list[State | None]:
-        """The states of records, None for ones that don't exist."""
+    async def states(self, ids: Sequence[TrajectoryId]) -> list[State | Literal["expired", "gone"]]:
+        """The states of records; ``expired`` for a running one whose lease has run out, ``gone`` for none at all."""
         pipe = self._redis.pipeline(transaction=False)
         for id in ids:
-            pipe.hget(_keys(id)[0], "state")
-        return [None if reply is None else reply.decode() for reply in await pipe.execute()]
+            pipe.fcall("jigsaw_state", 1, _keys(id)[0])
+        return [reply.decode() for reply in await pipe.execute()]
 
     async def read(self, ids: Sequence[TrajectoryId]) -> list[Record | None]:
         """Whole records, None for ones that don't exist."""

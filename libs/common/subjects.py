@@ -40,7 +40,7 @@ class Stream(msgspec.Struct, frozen=True):
     max_age_s: float = 0.0
 
 
-_TRY: Attributes = ("job_uid", "group", "sample", "attempt")
+_TRY: Attributes = ("job_uid", "group", "sample", "sender", "attempt")
 
 ROUTES: dict[type[m.Message], Route] = {
     m.SubmitJob: Route("jobs.submit", "JOBS", ("job_uid",)),

@@ -133,6 +133,13 @@ local function score(keys, args)
   return 1
 end
 
+-- KEYS record     -> its state; 'expired' for a running one whose lease has run out, 'gone' for none
+local function state(keys, args)
+  local f = redis.call('HMGET', keys[1], 'state', 'expires')
+  if f[1] == 'running' and tonumber(f[2]) <= now_ms() then return 'expired' end
+  return f[1] or 'gone'
+end
+
 -- KEYS index, record, tokens, record, tokens, ...   ARGV member, ...
 local function forget(keys, args)
   for i = 2, #keys do redis.call('DEL', keys[i]) end
@@ -155,5 +162,6 @@ redis.register_function('jigsaw_finish', finish)
 redis.register_function('jigsaw_release', release)
 redis.register_function('jigsaw_fail', fail)
 redis.register_function('jigsaw_score', score)
+redis.register_function{function_name = 'jigsaw_state', callback = state, flags = {'no-writes'}}
 redis.register_function('jigsaw_forget', forget)
 redis.register_function('jigsaw_hold', hold)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.reward.answers import after_marker, shorten
-from services.reward.score import Score
+from libs.rewards.answers import after_marker, shorten
+from libs.rewards.score import Score
 
 
 def score(

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.reward.answers import after_marker, last_number, parse_number, shorten
-from services.reward.score import Score
+from libs.rewards.answers import after_marker, last_number, parse_number, shorten
+from libs.rewards.score import Score
 
 Extract = Literal["last_number", "marker", "whole"]
 

@@ -9,7 +9,7 @@ Rules, the same for every scorer:
 * **Percent policy**: the percent sign is a unit too, and is dropped: ``50%`` = ``50``, and ``50%`` differs from ``0.5``.
   References such as GSM8K's give percentages as bare numbers, and dividing by 100 would make two numbers out of one.
 * Digits of an exponent, an index or a word (``x^2``, ``a_1``, ``H2O``) aren't numbers of their own.
-* Absurd numbers (over 100 digits, exponents over three digits) aren't numbers: no completion can cost much to compare.
+* Absurd numbers (over 100 characters, exponents of over three digits) aren't numbers: no comparison can cost much.
 """
 
 import re
@@ -21,9 +21,9 @@ import msgspec
 _MAX_CHARS = 100
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"))
 _GROUP_GAP = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!;:]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
-_LATEX_FRACTION = re.compile(r"(?P<whole>[0-9][ ]?)?\\[dt]?frac(?:\{([0-9]{1,50})\}\{([0-9]{1,50})\}|([0-9])([0-9]))")
+_LATEX_FRACTION = re.compile(r"(?P<whole>[0-9][ ]?)?\\[dt]?frac(?:\{(-?[0-9]{1,50})\}\{([0-9]{1,50})\}|([0-9])([0-9]))")
 
-_PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?|(?<![0-9])\.[0-9]++)"
+_PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?|(?<![0-9.])\.[0-9]++)"
 _NUMBER = re.compile(
     rf"""
     (?<![0-9A-Za-z^]) (?<![A-Za-z]_) (?<![\^_]\{{)       # not inside a word, an exponent or an index
@@ -32,13 +32,15 @@ _NUMBER = re.compile(
     (?:
       (?P<whole>[0-9]++)[ ]++(?P<part>[0-9]++)/(?P<of>[0-9]++)(?![0-9/])
     | (?P<over>{_PLAIN})[ ]?/[ ]?(?P<under>{_PLAIN})(?![0-9/])
-    | (?P<plain>{_PLAIN}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))?)
+    | (?P<plain>{_PLAIN}(?:[eE][-+]?[0-9]++(?![0-9A-Za-z]))?)
     )
     (?:[ ]?%)?
     """,
     re.VERBOSE | re.ASCII,
 )
-_WRAPPING = re.compile(r"^(?:\s|\*\*|`|\\\(|\\\[|\\left\(|\$(?=[^$]*\$))+|(?:\s|\*\*|`|\\\)|\\\]|(?<=[0-9%])\$|[.;,!](?=\s*$))+$")
+_WRAPPING = re.compile(
+    r"^(?:\s|\*\*|`|\\\(|\\\[|\\left\(|\$(?=[^$]*\$))+|(?:\s|\*\*|`|\\\)|\\\]|(?<=[0-9%])\$|[.;,!](?=\s*$))+$"
+)
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -139,7 +141,8 @@ def _plain_fraction(match: re.Match[str]) -> str:
 
 
 def _number(match: re.Match[str]) -> Number | None:
-    if match.end() - match.start() > _MAX_CHARS:
+    exponent = re.search(r"[eE][-+]?(?P<digits>.*)", match["plain"] or "")
+    if match.end() - match.start() > _MAX_CHARS or (exponent and len(exponent["digits"]) > 3):
         return None
     negative = "-" in (match["sign"], match["inner_sign"])
     if match["whole"]:

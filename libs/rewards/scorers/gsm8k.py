@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.reward.answers import after_marker, first_number, last_number, reference_number, shorten
-from services.reward.score import Score
+from libs.rewards.answers import after_marker, first_number, last_number, reference_number, shorten
+from libs.rewards.score import Score
 
 
 def score(completion_text: str, answer: str, row: Mapping[str, Any], *, require_marker: bool = True) -> Score:

@@ -1,6 +1,6 @@
 r"""``math_verify``: LaTeX answers, compared as mathematics by the math-verify library.
 
-Plain numbers on both sides are compared exactly by this project's own rules (:mod:`services.reward.answers`): the library
+Plain numbers on both sides are compared exactly by this project's own rules (:mod:`libs.rewards.answers`): the library
 reads ``2 2/3`` as 4/3 and takes ``50%`` for both 50 and 0.5. Its time limits use ``signal.alarm`` and are switched off: the
 pool that runs scorers has its own.
 """
@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from services.reward.answers import last_boxed, parse_number, shorten
-from services.reward.score import Score
+from libs.rewards.answers import last_boxed, parse_number, shorten
+from libs.rewards.score import Score
 
 
 def score(completion_text: str, answer: str, row: Mapping[str, Any], *, require_boxed: bool = False) -> Score:

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from services.reward.answers import last_number, reference_number, shorten
-from services.reward.score import Score
+from libs.rewards.answers import last_number, reference_number, shorten
+from libs.rewards.score import Score
 
 
 def score(

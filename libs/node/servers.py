@@ -1,0 +1,180 @@
+"""The embedded node's two servers: NATS with JetStream and Valkey, on this machine only, on files in the node's home.
+
+A server dies with the process that started it (with the *thread*, to be exact: start them from the main one), so that
+nothing is left behind however that process ends. Starting is quick; waiting until a server answers is a step of its own.
+"""
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+import anyio
+
+from libs.common.child import die_with_parent
+from libs.common.errors import NodeError
+from libs.node import binaries
+
+HOST = "127.0.0.1"
+ANSWER_S = 15.0
+STOP_S = 10.0
+
+_NATS_CONFIG = """\
+listen: "{host}:{port}"
+server_name: jigsaw
+write_deadline: "10s"
+jetstream {{
+  store_dir: "{store}"
+  max_memory_store: 64MB
+}}
+"""
+
+
+class Server:
+    """A running server process.
+
+    Args:
+        name: for people. url: where clients connect. port: of this machine. log: its output. process: the server.
+    """
+
+    def __init__(self, *, name: str, scheme: str, port: int, log: Path, command: list[str]) -> None:
+        self.name, self.port, self.url, self._log = name, port, f"{scheme}://{HOST}:{port}", log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509  # a plain system call, nothing that needs a lock
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_until_answers(self) -> None:
+        """Block until the server answers.
+
+        Raises:
+            NodeError: it ended, or doesn't answer in time; with the last line that it said.
+        """
+        deadline = time.monotonic() + ANSWER_S
+        while not self._answers():
+            if (code := self._process.poll()) is not None:
+                raise NodeError(f"{self.name} ended with code {code}: {last_line(self._log)}")
+            if time.monotonic() > deadline:
+                raise NodeError(f"{self.name} doesn't answer at {self.url} after {ANSWER_S:.0f} s; its log: {self._log}")
+            time.sleep(0.02)
+
+    async def ended(self) -> None:
+        """Wait until the process has ended."""
+        descriptor = os.pidfd_open(self._process.pid)
+        try:
+            await anyio.wait_readable(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def kill(self) -> None:
+        """End it at once; its files survive that."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End it in order, by force if it takes too long; one that has ended is fine."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answers(self) -> bool:
+        """NATS greets whoever connects; Valkey answers PING, with an error while it still loads its files."""
+        try:
+            with socket.create_connection((HOST, self.port), timeout=1.0) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith((b"INFO ", b"+PONG"))
+        except OSError:
+            return False
+
+
+def start_nats(home: Path, *, port: int | None = None) -> Server:
+    """Start NATS with JetStream on files in ``home``/nats; ``port`` None takes a free one.
+
+    Raises:
+        NodeError: no binary, port taken, or home not writable.
+    """
+    binary, port = binaries.nats_server(), _usable_port("NATS", port)
+    folder = _folder(home / "nats")
+    config = folder / "nats.conf"
+    config.write_text(_NATS_CONFIG.format(host=HOST, port=port, store=folder), encoding="utf-8")
+    command = [str(binary), "--config", str(config)]
+    return Server(name="NATS", scheme="nats", port=port, log=_folder(home / "logs") / "nats.log", command=command)
+
+
+def start_valkey(home: Path, *, port: int | None = None) -> Server:
+    """Start Valkey on files in ``home``/valkey: nothing is evicted, appended to disk every second; ``port`` as above.
+
+    Raises:
+        NodeError: no binary, port taken, or home not writable.
+    """
+    binary, port = binaries.valkey_server(), _usable_port("Valkey", port)
+    options = {
+        "bind": HOST,
+        "port": str(port),
+        "dir": str(_folder(home / "valkey")),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "maxmemory-policy": "noeviction",
+        "save": "",
+        "daemonize": "no",
+    }
+    command = [str(binary), *(part for key, value in options.items() for part in (f"--{key}", value))]
+    return Server(name="Valkey", scheme="redis", port=port, log=_folder(home / "logs") / "valkey.log", command=command)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something, for an error message."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on a port of this machine (0: some port)."""
+    return _bound(port) is not None
+
+
+def _bound(port: int) -> int | None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, port))
+            listener.listen(1)
+        except OSError:
+            return None
+        number: int = listener.getsockname()[1]
+        return number
+
+
+def _usable_port(name: str, wanted: int | None) -> int:
+    port = _bound(wanted or 0)
+    if port is None:
+        raise NodeError(f"port {wanted} for {name} is taken: stop what listens there or choose another")
+    return port
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NodeError(f"{path} can't be written: {error.strerror}") from None
+    return path

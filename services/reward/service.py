@@ -1,0 +1,147 @@
+"""The reward service: takes finished trajectories, scores their text in worker processes, settles their records.
+
+It reads a trajectory's record and writes its score, nothing else. Scoring twice is harmless: the store lets one score be
+effective.
+"""
+
+from collections.abc import Sequence
+
+import anyio
+from anyio.abc import TaskGroup
+
+from libs.common import messages as m
+from libs.common.bus import Delivery
+from libs.common.errors import JigsawError
+from libs.common.group_commit import GroupCommit
+from libs.common.service import Context
+from libs.common.store import Record, Score, TrajectoryId
+from libs.common.subjects import REWARD_CONSUMER
+from libs.rewards.resolve import resolve
+from libs.rewards.score import Outcome, Verdict
+from services.reward.pool import ScorerPool
+
+CONCURRENT = 64
+NO_WORK_WAIT_S = 5.0
+KEEP_ALIVE_S = 10.0
+RETRY_S = 1.0
+
+
+async def serve(context: Context) -> None:
+    """Run until told to stop; what is being scored then is delivered again to another instance."""
+    service = RewardService(context)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(service.run, tasks)
+        await context.stopping.wait()
+        tasks.cancel_scope.cancel()
+    await service.close()
+
+
+class RewardService:
+    """Scores the trajectories of all jobs, with one worker pool per job."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._commits = GroupCommit(context.store)
+        self._pools: dict[str, ScorerPool] = {}
+        self._opening = anyio.Lock()
+        self._outstanding: dict[TrajectoryId, Delivery] = {}
+        self._room = anyio.Event()
+
+    async def run(self, tasks: TaskGroup) -> None:
+        """Take finished trajectories while there is room."""
+        tasks.start_soon(self._commits.run)
+        tasks.start_soon(self._keep_alive)
+        tasks.start_soon(self._forget_ended_jobs)
+        puller = await self._context.bus.pull(m.TrajectoryFinished, REWARD_CONSUMER)
+        while True:
+            room = CONCURRENT - len(self._outstanding)
+            if room <= 0:
+                await self._room.wait()
+                self._room = anyio.Event()
+                continue
+            await self._take(await puller.fetch(room, wait_s=NO_WORK_WAIT_S), tasks)
+
+    async def close(self) -> None:
+        """End all workers."""
+        for pool in self._pools.values():
+            await pool.close()
+
+    async def _take(self, deliveries: Sequence[Delivery], tasks: TaskGroup) -> None:
+        events = [(delivery, delivery.message) for delivery in deliveries]
+        finished = [(delivery, event) for delivery, event in events if isinstance(event, m.TrajectoryFinished)]
+        if not finished:
+            return
+        ids = [TrajectoryId(event.job_uid, event.group, event.sample) for _, event in finished]
+        for (delivery, event), record in zip(finished, await self._context.store.read(ids), strict=True):
+            if record is None or record.state in ("pending", "running"):
+                await delivery.ack()  # of a job that ended, or of an earlier life of the record
+            else:
+                self._outstanding[record.spec.id] = delivery
+                tasks.start_soon(self._settle, delivery, event, record)
+
+    async def _settle(self, delivery: Delivery, event: m.TrajectoryFinished, record: Record) -> None:
+        """Score a record unless it is settled already, tell its trainer, acknowledge."""
+        try:
+            state = record.state
+            if state == "finished":
+                verdict = await self._verdict(record)
+                if verdict is None:
+                    await delivery.ack()  # its job has ended
+                    return
+                if verdict.outcome is Outcome.LOST and delivery.deliveries == 1:
+                    await delivery.retry(after_s=RETRY_S)
+                    return
+                (answer,) = self._commits.put([Score(record.spec.id, verdict.reward, verdict.reason)])
+                await answer
+                state = "scored" if verdict.reward is not None else "failed"
+            await self._context.bus.publish(
+                m.TrajectorySettled(
+                    sender=self._context.instance,
+                    job_uid=event.job_uid,
+                    step=event.step,
+                    group=event.group,
+                    sample=event.sample,
+                    state="scored" if state == "scored" else "failed",
+                    attempt=event.attempt,
+                )
+            )
+            await delivery.ack()
+        finally:
+            self._outstanding.pop(record.spec.id, None)
+            self._room.set()
+
+    async def _verdict(self, record: Record) -> Verdict | None:
+        """The score of a record; None when its job is gone. A scorer that can't be loaded fails the sample, with reason."""
+        try:
+            pool = await self._pool(record.spec.id.job_uid)
+        except JigsawError as error:
+            return Verdict(Outcome.FAILED, None, f"the scorer can't be loaded: {error}")
+        if pool is None:
+            return None
+        return await pool.score(record.text, record.spec.answer, record.spec.row)
+
+    async def _pool(self, job_uid: str) -> ScorerPool | None:
+        async with self._opening:
+            if job_uid not in self._pools:
+                record = await (await self._context.bus.table(m.JobRecord)).get(job_uid)
+                if record is None or record.state is m.JobState.ENDED:
+                    return None
+                settings, section = self._context.settings.reward, record.job.reward
+                scorer = resolve(section, allow=settings.allow, folders=settings.plugins, file=job_uid)
+                self._pools[job_uid] = ScorerPool(scorer, timeout_s=section.timeout_s, workers=settings.workers)
+            return self._pools[job_uid]
+
+    async def _keep_alive(self) -> None:
+        """Tell the bus that slow scores are being worked on, well inside its patience."""
+        while True:
+            await anyio.sleep(KEEP_ALIVE_S)
+            for delivery in list(self._outstanding.values()):
+                await delivery.extend()
+
+    async def _forget_ended_jobs(self) -> None:
+        """Close the workers of jobs that have ended."""
+        table = await self._context.bus.table(m.JobRecord)
+        async for change in table.watch():
+            ended = change.value is None or change.value.state is m.JobState.ENDED
+            if ended and (pool := self._pools.pop(change.key, None)) is not None:
+                await pool.close()

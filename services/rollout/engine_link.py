@@ -1,0 +1,188 @@
+"""The rollout service's end of an engine process: starts it, keeps its policy and units current, restarts it when it dies.
+
+A new process is told the newest policy and the newest units, so nothing that happened while it was down is missed. One that
+can't be loaded several times in a row is *broken*: work is still taken, and fails with the reason, so that the job ends
+with that reason instead of waiting for ever.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+import anyio
+from structlog.typing import FilteringBoundLogger
+
+from libs.common.child import Child
+from libs.common.job import Job
+from libs.common.tokens import PolicyVersion
+from services.rollout import wire
+from services.rollout.engine import TurnRequest
+from services.rollout.vllm_engine import engine_environment
+from services.rollout.runner import EngineLost
+
+LOAD_TRIES = 3
+
+Receiver = Callable[[wire.FromEngine], Awaitable[None]]
+
+
+class EngineLink:
+    """One engine process of one job.
+
+    Args:
+        cores: the device's units, as core numbers.
+        receiver: called with everything that the process says, after this link has taken note of it.
+    """
+
+    def __init__(self, job: Job, *, cores: Sequence[int], receiver: Receiver, log: FilteringBoundLogger) -> None:
+        self._job, self._cores, self._receiver, self._log = job, list(cores), receiver, log
+        self._child: Child[wire.FromEngine] | None = None
+        self._policy: tuple[PolicyVersion, Path] | None = None
+        self._policy_known = anyio.Event()
+        self._units: wire.SetUnits | None = None
+        self._loaded: PolicyVersion | None = None
+        self._broken = ""
+        self._dropping: dict[str, anyio.Event] = {}
+        self.max_context = 0
+        self.revision = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether work can be taken (a broken engine takes it too, to fail it with its reason)."""
+        return self._loaded is not None or bool(self._broken)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The policy in force; while none is, the one that was asked for last."""
+        if self._loaded is not None:
+            return self._loaded
+        return self._policy[0] if self._policy else PolicyVersion(0)
+
+    async def run(self) -> None:
+        """Keep a process running until cancelled."""
+        failures = 0
+        await self._policy_known.wait()
+        while True:
+            loaded = await self._live()
+            failures = 0 if loaded else failures + 1
+            if failures >= LOAD_TRIES:
+                self._log.error("engine_broken", reason=self._broken)
+                await anyio.sleep_forever()
+            await anyio.sleep(0.5 * 2**failures)
+
+    async def use_policy(self, version: PolicyVersion, folder: Path) -> None:
+        """Put a version in force at the next step boundary."""
+        self._policy = (version, folder)
+        self._policy_known.set()
+        if self._loaded is not None:
+            await self._send(wire.SwitchPolicy(version, str(folder)))
+
+    async def set_units(self, units: tuple[int, ...], *, revision: int) -> None:
+        """Compute on these units from the next step boundary on; none pauses."""
+        self._units = wire.SetUnits(units, revision)
+        if self._loaded is not None:
+            await self._send(self._units)
+
+    async def begin(self, request: TurnRequest) -> None:
+        """Start generating a turn.
+
+        Raises:
+            EngineLost: there is no engine to do it.
+        """
+        if self._loaded is None:
+            raise EngineLost(self._broken or "it is being restarted")
+        await self._send(wire.Begin([request]))
+
+    async def drop(self, keys: list[str]) -> None:
+        """Stop turns at a step boundary; returns when their last tokens have been received."""
+        if self._child is None or self._loaded is None or not keys:
+            return
+        done = self._dropping[",".join(keys)] = anyio.Event()
+        await self._send(wire.Drop(keys))
+        await done.wait()
+
+    async def stop(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            await self._child.stop()
+
+    async def _live(self) -> bool:
+        """One life of the process, from start to end; whether it ever was loaded."""
+        child = await Child.start(
+            "services.rollout.engine_process",
+            receives=wire.FROM_ENGINE,
+            environment=self._environment(),
+            cores=self._cores[:1] if self._units is None or not self._units.units else self._wanted_cores(self._units),
+        )
+        self._child = child
+        await child.send(self._load())
+        ever_loaded = False
+        try:
+            async for message in child.receive():
+                ever_loaded = ever_loaded or (isinstance(message, wire.Loaded) and not message.error)
+                await self._note(message)
+                await self._receiver(message)
+            end = await child.ended()
+        finally:
+            self._loaded, self._child = None, None
+            for event in self._dropping.values():
+                event.set()
+            self._dropping.clear()
+        reason = self._broken or f"the engine process ended: {end}"
+        self._log.error("engine_ended", reason=reason)
+        await self._receiver(wire.StepFailed(reason))
+        return ever_loaded
+
+    async def _note(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Loaded(error=error) if error:
+                self._broken = f"the engine can't be loaded: {error}"
+            case wire.Loaded(version=version, seconds=seconds, max_context=max_context):
+                self._broken, self._loaded, self.max_context = "", version, max_context
+                self._log.info("engine_loaded", policy=str(version), seconds=round(seconds, 2), max_context=max_context)
+                await self._catch_up(version)
+            case wire.PolicySwitched(version=version, seconds=seconds):
+                self._loaded = version
+                self._log.debug("policy_switched", policy=str(version), seconds=round(seconds, 3))
+            case wire.UnitsApplied(revision=revision):
+                self.revision = revision
+            case wire.Dropped(keys=keys):
+                if done := self._dropping.pop(",".join(keys), None):
+                    done.set()
+            case _:
+                pass
+
+    async def _catch_up(self, loaded: PolicyVersion) -> None:
+        """Tell a new process what changed while it loaded."""
+        if self._units is not None:
+            await self._send(self._units)
+        if self._policy is not None and self._policy[0] != loaded:
+            await self._send(wire.SwitchPolicy(self._policy[0], str(self._policy[1])))
+
+    async def _send(self, message: wire.ToEngine) -> None:
+        if self._child is not None:
+            await self._child.send(message)
+
+    def _environment(self) -> Mapping[str, str]:
+        return {} if self._job.rollout.engine == "replay" else engine_environment(threads=1)
+
+    def _wanted_cores(self, units: wire.SetUnits) -> list[int]:
+        return [self._cores[unit] for unit in units.units]
+
+    def _load(self) -> wire.Load:
+        if self._policy is None:
+            raise EngineLost("no policy has been published")
+        version, folder = self._policy
+        rollout, model = self._job.rollout, self._job.model
+        return wire.Load(
+            kind=rollout.engine,
+            arguments=rollout.engine_args,
+            dtype=model.dtype,
+            max_context=model.max_context,
+            max_running=rollout.max_running,
+            kv_memory_mb=rollout.kv_memory_mb,
+            compile=rollout.compile,
+            version=version,
+            directory=str(folder),
+            cores=self._cores,
+            flush_tokens=rollout.checkpoint_tokens,
+            flush_ms=rollout.checkpoint_ms,
+        )

@@ -1,0 +1,219 @@
+"""The turn loop: drives one claimed trajectory from wherever it stands to its end.
+
+Generate a turn, ask the environment, append the observation, again: until the environment is done, the budget of tokens or
+turns is spent, or the context is full. Tokens are stored as they come; every write names the claim's epoch.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio
+import msgspec
+import numpy as np
+
+from libs.common.chat import ChatTokenizer
+from libs.common.errors import JigsawError, StaleEpochError
+from libs.common.group_commit import GroupCommit
+from libs.common.job import Job
+from libs.common.store import Append, Claim, Fail, Finish, TrajectoryId
+from libs.common.tokens import PolicyVersion, TokenArray, join, observed, sampled
+from libs.environments.protocol import Conversation, Done, Environment, EnvironmentFailed
+from services.rollout.engine import StopReason, TurnRequest
+from services.rollout.turns import Next, Standing, ends_turn, standing
+
+BACKOFF_MS = 500
+
+
+class Lost(JigsawError):
+    """This worker doesn't own the trajectory any more; whoever does goes on with it."""
+
+
+class EngineLost(JigsawError):
+    """The engine process died under the trajectory, or was unloaded."""
+
+
+class EngineLink(Protocol):
+    """The job's engine, as a trajectory sees it."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and response together."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The policy in force."""
+
+    async def begin(self, request: TurnRequest) -> None:
+        """Start generating a turn; its tokens arrive at the trajectory's :meth:`Trajectory.take`."""
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """What the trajectories of one job share on one worker."""
+
+    job: Job
+    engine: EngineLink
+    chat: ChatTokenizer
+    environment: Environment
+    commits: GroupCommit
+
+
+class Trajectory:
+    """A claimed trajectory on this worker."""
+
+    def __init__(self, claim: Claim, tools: Tools) -> None:
+        self.claim, self._tools = claim, tools
+        self._tokens: list[TokenArray] = [claim.tokens]
+        self._length = len(claim.tokens)
+        self._unstored: list[TokenArray] = []
+        self._turn: asyncio.Future[StopReason] | None = None
+
+    @property
+    def id(self) -> TrajectoryId:
+        """Identity."""
+        return self.claim.spec.id
+
+    @property
+    def key(self) -> str:
+        """Its name on the engine."""
+        return self.id.member
+
+    # --- called by the engine link -----------------------------------------------------------------------------------
+
+    def take(
+        self, *, ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion, stopped: StopReason | None
+    ) -> None:
+        """New tokens from the engine; the last ones of a turn wait to be stored with what follows them."""
+        self._add(sampled(ids, logprobs, version))
+        if stopped is not None and self._turn is not None and not self._turn.done():
+            self._turn.set_result(stopped)
+
+    def checkpoint(self) -> list[Append]:
+        """A write for the tokens that aren't stored yet."""
+        new = self._take_unstored()
+        if not len(new):
+            return []
+        return [Append(self.id, self.claim.epoch, self._length - len(new), new)]
+
+    def fail_turn(self, error: JigsawError) -> None:
+        """The turn being generated can't end: the engine or the ownership is gone."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(error)
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Drive it to its end; returns once *finished* or a failed attempt is stored.
+
+        Raises:
+            Lost: someone else owns it now.
+        """
+        error, retry = "", True
+        try:
+            with anyio.fail_after(self._tools.job.rollout.deadline_s):
+                await self._finish(await self._play())
+                return
+        except TimeoutError:
+            error, retry = f"deadline of {self._tools.job.rollout.deadline_s:g} s passed", False
+        except EnvironmentFailed as failure:
+            error = f"environment: {failure}"
+        except EngineLost as failure:
+            error = f"engine: {failure}"
+        await self._commit(Fail(self.id, self.claim.epoch, error, BACKOFF_MS * self.claim.attempt if retry else None))
+
+    async def _play(self) -> StopReason:
+        """Turn after turn."""
+        while True:
+            at = self._standing()
+            stopped = StopReason.STOP
+            if at.next is Next.TRUNCATED:
+                return StopReason.LENGTH
+            if at.next is Next.GENERATE:
+                if len(self.claim.spec.prompt_ids) + self._length >= self._tools.engine.max_context:
+                    return StopReason.CONTEXT
+                stopped = await self._generate(at)
+                at = self._standing()
+            if stopped is not StopReason.STOP or len(at.spans) >= self.claim.spec.max_turns:
+                return stopped
+            if not await self._respond(at):
+                return stopped
+
+    def _standing(self) -> Standing:
+        tokens = self._joined()
+        at = standing(tokens, turn_ended=False, max_new_tokens=self.claim.spec.max_new_tokens)
+        if not len(tokens) or at.turn_start == len(tokens):
+            return at
+        text = self._text(*at.spans[-1]) if self._tools.job.rollout.stop else ""
+        ended = ends_turn(
+            int(tokens["id"][-1]), text, stop_token_ids=self._tools.chat.eos_ids, stop=self._tools.job.rollout.stop
+        )
+        return standing(tokens, turn_ended=ended, max_new_tokens=self.claim.spec.max_new_tokens)
+
+    async def _generate(self, at: Standing) -> StopReason:
+        spec = self.claim.spec
+        self._turn = asyncio.get_running_loop().create_future()
+        await self._tools.engine.begin(
+            TurnRequest(
+                key=self.key,
+                prompt_ids=spec.prompt_ids,
+                token_ids=self._joined()["id"].tolist(),
+                turn_start=at.turn_start,
+                max_new_tokens=spec.max_new_tokens - at.sampled,
+                temperature=spec.temperature,
+                seed=spec.seed,
+                stop_token_ids=self._tools.chat.eos_ids,
+                stop=self._tools.job.rollout.stop,
+            )
+        )
+        try:
+            return await self._turn
+        finally:
+            self._turn = None
+
+    async def _respond(self, at: Standing) -> bool:
+        """Ask the environment; whether there is another turn."""
+        self._tools.commits.put(self.checkpoint())  # while the environment thinks, what was generated is safe
+        spec = self.claim.spec
+        turns = [self._text(*span) for span in at.spans]
+        outcome = await self._tools.environment.respond(
+            Conversation(prompt=spec.prompt, answer=spec.answer, row=spec.row, turns=turns, seed=spec.seed)
+        )
+        if isinstance(outcome, Done):
+            return False
+        closed = int(self._joined()["id"][-1]) in self._tools.chat.eos_ids
+        ids = self._tools.chat.observation_ids(outcome.messages, turn_closed=closed)
+        self._add(observed(ids, self._tools.engine.version))
+        return True
+
+    async def _finish(self, reason: StopReason) -> None:
+        at = self._standing()
+        text = "\n".join(self._text(*span) for span in at.spans)
+        new = self._take_unstored()
+        end = Finish(
+            self.id, self.claim.epoch, self._length - len(new), new, stop_reason=reason, text=text, turns=len(at.spans)
+        )
+        await self._commit(end)
+
+    async def _commit(self, write: Finish | Fail) -> None:
+        (answer,) = self._tools.commits.put([write])
+        result = await answer
+        if isinstance(result, StaleEpochError):
+            raise Lost(str(result))
+
+    # --- tokens ------------------------------------------------------------------------------------------------------
+
+    def _add(self, tokens: TokenArray) -> None:
+        self._tokens.append(tokens)
+        self._unstored.append(tokens)
+        self._length += len(tokens)
+
+    def _take_unstored(self) -> TokenArray:
+        new, self._unstored = join(*self._unstored), []
+        return new
+
+    def _joined(self) -> TokenArray:
+        self._tokens = [join(*self._tokens)]
+        return self._tokens[0]
+
+    def _text(self, start: int, end: int) -> str:
+        return self._tools.chat.decode(np.asarray(self._joined()["id"][start:end]).tolist())

@@ -1,0 +1,47 @@
+"""What a scheduling policy is: a view in, a plan out.
+
+A policy has no clock, no randomness and no I/O; it may remember its own earlier plans, and a new one must be able to start
+from any view (the scheduler may have been restarted).
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from services.scheduler.view import View
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """A job's step loop goes to a trainer instance; for a queued job this admits it."""
+
+    job_uid: str
+    trainer: str
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """An instance holds a job, with these units of its device; no units: paused, its state kept."""
+
+    instance: str
+    job_uid: str
+    units: tuple[int, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole decision: who holds which job with what. An instance not named for a job is taken off it.
+
+    Attributes:
+        reason: why it is so, for people.
+    """
+
+    placements: tuple[Placement, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    reason: str
+
+
+class Policy(Protocol):
+    """Divides devices among jobs."""
+
+    name: str
+
+    def decide(self, view: View) -> Plan:
+        """The plan for the situation; called at each event that may change it."""

@@ -1,0 +1,262 @@
+"""The scheduler service: the world around :class:`services.scheduler.core.Scheduler`.
+
+Sources turn what they hear into events on one bounded stream; one consumer hands them to the core in order and carries the
+commands out in order. A jobs message is acknowledged when everything that follows from it has been done, so one that was
+cut short comes again. All state is rebuilt from KV at the start; losing the process loses nothing.
+"""
+
+import re
+from typing import Self, assert_never
+
+import anyio
+import msgspec
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from nats.errors import Error as NatsError
+from redis.exceptions import RedisError
+
+from libs.common import messages as m
+from libs.common import subjects
+from libs.common.bus import Delivery, Table
+from libs.common.errors import TransitionError
+from libs.common.service import Context, now
+from services.scheduler import commands as c
+from services.scheduler import events as e
+from services.scheduler.core import Limits, Scheduler
+from services.scheduler.policies.registry import policy_named
+
+TICK_S = 1.0
+EVENTS_WAITING = 1024
+PULL_AT_ONCE = 64
+PULL_WAIT_S = 2.0
+PATIENCE_S = 20.0
+"""How long an effect is retried while bus or store don't answer; less than a jobs message's redelivery time."""
+
+_JOB_UID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class Inbound(msgspec.Struct, frozen=True):
+    """An event, with the jobs message that it came in, if any."""
+
+    event: e.Event
+    delivery: Delivery | None = None
+
+
+Sink = MemoryObjectSendStream[Inbound]
+
+
+class Tables(msgspec.Struct, frozen=True):
+    """The KV tables that the scheduler reads and writes."""
+
+    workers: Table[m.Worker]
+    jobs: Table[m.JobRecord]
+    allocations: Table[m.Allocation]
+    progress: Table[m.JobProgress]
+
+    @classmethod
+    async def open(cls, context: Context) -> Self:
+        """Bind to the tables, which exist since the bus was set up."""
+        bus = context.bus
+        return cls(
+            workers=await bus.table(m.Worker),
+            jobs=await bus.table(m.JobRecord),
+            allocations=await bus.table(m.Allocation),
+            progress=await bus.table(m.JobProgress),
+        )
+
+
+async def serve(context: Context) -> None:
+    """Body of the service: returns after the events that had come in before ``context.stopping`` are dealt with."""
+    settings = context.settings
+    policy = policy_named(settings.scheduler.policy)
+    scheduler = Scheduler(instance=context.instance, policy=policy, limits=Limits(worker_lost_s=settings.worker_lost_s))
+    tables = await Tables.open(context)
+    await context.bus.ensure_job_queue(subjects.SCHEDULER_CONSUMER)
+    effects = Effects(context, tables)
+    await effects.carry_out(scheduler.handle(await restored(context, tables), now()))
+    context.log.info("scheduling", policy=policy.name)
+    sink, events = anyio.create_memory_object_stream[Inbound](EVENTS_WAITING)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listen, context, tables, sink)
+        await consume(context, scheduler, effects=effects, events=events)
+
+
+async def restored(context: Context, tables: Tables) -> e.StateRestored:
+    """What is known of the world from KV, and of endings that were cut short from the stream of terminal events."""
+    records = await tables.jobs.all()
+    alive = [uid for uid, record in records.items() if record.state is not m.JobState.ENDED]
+    ended = [message for uid in alive for message in await context.bus.history(m.JobEnded, job_uid=uid)]
+    return e.StateRestored(
+        jobs=tuple(records.values()),
+        allocations=tuple((await tables.allocations.all()).values()),
+        progress=tuple((await tables.progress.all()).values()),
+        workers=tuple((await tables.workers.all()).values()),
+        ended=tuple(ended),
+    )
+
+
+async def listen(context: Context, tables: Tables, sink: Sink) -> None:
+    """All sources, until the service is to stop; then no more events come."""
+    async with sink, anyio.create_task_group() as sources:
+        sources.start_soon(_jobs, context, sink)
+        sources.start_soon(_workers, tables, sink)
+        sources.start_soon(_progress, tables, sink)
+        sources.start_soon(_telemetry, context, sink)
+        sources.start_soon(_ticks, sink)
+        await context.stopping.wait()
+        sources.cancel_scope.cancel()
+
+
+async def consume(
+    context: Context, scheduler: Scheduler, *, effects: "Effects", events: MemoryObjectReceiveStream[Inbound]
+) -> None:
+    """Handle events in order, one at a time, each with all its effects."""
+    async with events:
+        async for inbound in events:
+            try:
+                todo = scheduler.handle(inbound.event, now())
+            except TransitionError as error:
+                await effects.refuse(inbound, str(error))
+            else:
+                await effects.carry_out(todo)
+            if inbound.delivery is not None:
+                await inbound.delivery.ack()
+
+
+class Effects:
+    """Carries commands out."""
+
+    def __init__(self, context: Context, tables: Tables) -> None:
+        self._bus, self._store, self._log = context.bus, context.store, context.log
+        self._instance, self._tables = context.instance, tables
+
+    async def carry_out(self, commands: list[c.Command]) -> None:
+        """In order; each is retried for a while if bus or store don't answer.
+
+        Raises:
+            NatsError, RedisError: they still don't; the process ends, and begins again from what is stored.
+        """
+        for command in commands:
+            deadline = anyio.current_time() + PATIENCE_S
+            while True:
+                try:
+                    await self._do(command)
+                    break
+                except (NatsError, RedisError) as error:
+                    if anyio.current_time() > deadline:
+                        raise
+                    name = type(command).__name__
+                    self._log.warning("effect_retried", command=name, error=str(error) or type(error).__name__)
+                    await anyio.sleep(0.5)
+
+    async def refuse(self, inbound: Inbound, reason: str) -> None:
+        """Set aside a message that asks for the impossible, where a person can look at it."""
+        if inbound.delivery is None:
+            self._log.error("event_refused", reason=reason)
+            return
+        message = inbound.delivery.message
+        letter = m.DeadLetter(
+            sender=self._instance,
+            subject=subjects.subject_of(message),
+            reason=reason,
+            payload=m.encode(message),
+            died_at=now(),
+        )
+        await self._bus.publish(letter)
+        self._log.error("dead_letter", subject=letter.subject, reason=reason)
+
+    async def _do(self, command: c.Command) -> None:
+        match command:
+            case c.PutJob(record=record):
+                await self._tables.jobs.put(record.job_uid, record)
+                self._log.info("job", job_uid=record.job_uid, state=record.state, trainer=record.trainer or None)
+            case c.CreateConsumers(job_uid=uid):
+                await self._bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(uid), job_uid=uid)
+                await self._bus.ensure_consumer(m.TrajectorySettled, subjects.settled_consumer(uid), job_uid=uid)
+            case c.PutAllocation(allocation=allocation):
+                key = subjects.allocation_key(allocation.instance, allocation.job_uid)
+                await self._tables.allocations.put(key, allocation)
+            case c.DropAllocation(instance=instance, job_uid=uid):
+                await self._tables.allocations.delete(subjects.allocation_key(instance, uid))
+            case c.PublishDecision(decision=decision):
+                await self._bus.publish(decision)
+                self._log.info("decided", device=decision.device, revision=decision.revision, reason=decision.reason)
+            case c.PublishEnded(ended=ended):
+                first = await self._bus.publish(ended)
+                self._log.info("job_ended", job_uid=ended.job_uid, outcome=ended.outcome, reason=ended.reason, first=first)
+            case c.CleanUpJob(job_uid=uid):
+                await self._clean_up(uid)
+            case c.ForgetWorker(instance=instance):
+                await self._tables.workers.delete(instance)
+                self._log.warning("worker_lost", worker=instance)
+            case c.Note(text=text, fields=fields):
+                self._log.warning(text, **fields)
+            case _:
+                assert_never(command)
+
+    async def _clean_up(self, uid: str) -> None:
+        """Consumers before messages, so that nobody takes work of an ended job."""
+        await self._bus.drop_consumer(m.StartRollout, subjects.tasks_consumer(uid))
+        await self._bus.drop_consumer(m.TrajectorySettled, subjects.settled_consumer(uid))
+        for kind in (m.StartRollout, m.TrajectoryFinished, m.TrajectorySettled):
+            await self._bus.purge(kind, job_uid=uid)
+        await self._store.forget_job(uid)
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+async def _jobs(context: Context, sink: Sink) -> None:
+    puller = await context.bus.pull(m.SubmitJob, subjects.SCHEDULER_CONSUMER)
+    while True:
+        for delivery in await puller.fetch(PULL_AT_ONCE, wait_s=PULL_WAIT_S):
+            event = job_event(delivery.message)
+            if event is None:
+                context.log.error("jobs_message_ignored", message=type(delivery.message).__name__)
+                await delivery.ack()
+            else:
+                await sink.send(Inbound(event, delivery))
+
+
+def job_event(message: m.AnyMessage) -> e.Event | None:
+    """The event that a message on the jobs stream is; None for one that can't be meant.
+
+    A job's id becomes part of subjects and keys, so one with other characters is never accepted.
+    """
+    match message:
+        case m.SubmitJob() if _JOB_UID.fullmatch(message.job_uid):
+            return e.JobSubmitted(message)
+        case m.CancelJob():
+            return e.CancelRequested(message.job_uid, message.reason)
+        case m.TrainingEnded():
+            return e.TrainingFinished(
+                job_uid=message.job_uid, trainer=message.sender, outcome=message.outcome, reason=message.reason
+            )
+        case _:
+            return None
+
+
+async def _workers(tables: Tables, sink: Sink) -> None:
+    async for change in tables.workers.watch():
+        await sink.send(Inbound(e.WorkerLeft(change.key) if change.value is None else e.WorkerSeen(change.value)))
+
+
+async def _progress(tables: Tables, sink: Sink) -> None:
+    async for change in tables.progress.watch():
+        if change.value is not None:
+            await sink.send(Inbound(e.ProgressSeen(change.value)))
+
+
+async def _telemetry(context: Context, sink: Sink) -> None:
+    """Reports are dropped rather than let wait: the next one says more."""
+    async for report in context.bus.telemetry():
+        if isinstance(report, m.SubStageEntered | m.RolloutWindow | m.TrainerWindow):
+            try:
+                sink.send_nowait(Inbound(e.TelemetrySeen(report)))
+            except anyio.WouldBlock:
+                context.log.debug("telemetry_dropped", sender=report.sender)
+
+
+async def _ticks(sink: Sink) -> None:
+    while True:
+        await anyio.sleep(TICK_S)
+        await sink.send(Inbound(e.Tick()))

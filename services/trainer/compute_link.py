@@ -1,0 +1,113 @@
+"""The trainer service's end of its training process: one request at a time, each awaited.
+
+The process is as mortal as any: when it dies or gives up, the request in flight raises, and the step loop starts over from
+the last checkpoint with a new process.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+from structlog.typing import FilteringBoundLogger
+
+from libs.common.child import Child
+from libs.common.errors import JigsawError
+from libs.common.job import Job
+from services.trainer import wire
+from services.trainer.process import child_environment
+
+A = TypeVar("A")
+
+
+class ComputeLost(JigsawError):
+    """The training process died; a new one can go on from the last checkpoint."""
+
+
+class ComputeFailed(JigsawError):
+    """The training process says that what it was asked for can't be done; trying again can't help."""
+
+
+class ComputeLink:
+    """A running training process."""
+
+    def __init__(
+        self,
+        child: Child[wire.FromTrainer],
+        *,
+        on_micro_batch: Callable[[wire.MicroBatchDone], None],
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._child, self._on_micro_batch, self._log = child, on_micro_batch, log
+        self._answer: asyncio.Future[wire.FromTrainer] | None = None
+        self._gone = ""
+        self._reader = asyncio.create_task(self._read())
+        self.revision = 0
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        cores: Sequence[int],
+        on_micro_batch: Callable[[wire.MicroBatchDone], None],
+        log: FilteringBoundLogger,
+    ) -> Self:
+        """Start a process on all of the device's cores; :meth:`load` is the first thing to ask of it."""
+        child = await Child.start(
+            "services.trainer.training_process",
+            receives=wire.FROM_TRAINER,
+            environment=child_environment(threads=len(cores)),
+            cores=cores,
+        )
+        return cls(child, on_micro_batch=on_micro_batch, log=log)
+
+    async def load(self, job: Job, *, model: str, resume: str, cores: Sequence[int]) -> wire.Ready:
+        """Load model and optimiser."""
+        return await self._ask(wire.Load(job, model, resume, list(cores)), wire.Ready)
+
+    async def train(self, step: int, groups: list[wire.SampleGroup]) -> dict[str, float]:
+        """Train one step; returns its metrics."""
+        return (await self._ask(wire.Train(step, groups), wire.Trained)).metrics
+
+    async def write_policy(self, directory: str) -> None:
+        """Write the current policy."""
+        await self._ask(wire.WritePolicy(directory), wire.PolicyWritten)
+
+    async def write_checkpoint(self, directory: str, *, extra: dict[str, Any]) -> float:
+        """Write a checkpoint; returns the seconds it took."""
+        return (await self._ask(wire.WriteCheckpoint(directory, extra), wire.CheckpointWritten)).seconds
+
+    async def set_units(self, units: tuple[int, ...], *, revision: int) -> None:
+        """Compute on these units from the next micro-batch on; none pauses."""
+        await self._child.send(wire.SetUnits(units, revision))
+
+    async def stop(self) -> None:
+        """End the process."""
+        await self._child.stop()
+        await self._reader
+
+    async def _ask(self, request: wire.ToTrainer, expected: type[A]) -> A:
+        if self._gone:
+            raise ComputeLost(self._gone)
+        self._answer = asyncio.get_running_loop().create_future()
+        await self._child.send(request)
+        answer = await self._answer
+        if isinstance(answer, wire.Failed):
+            raise (ComputeFailed if answer.final else ComputeLost)(answer.error)
+        if not isinstance(answer, expected):
+            raise ComputeLost(f"{type(answer).__name__} came where {expected.__name__} was expected")
+        return answer
+
+    async def _read(self) -> None:
+        async for message in self._child.receive():
+            match message:
+                case wire.MicroBatchDone():
+                    self._on_micro_batch(message)
+                case wire.UnitsApplied(revision=revision):
+                    self.revision = revision
+                case _:
+                    if self._answer is not None and not self._answer.done():
+                        self._answer.set_result(message)
+        self._gone = f"the training process ended: {await self._child.ended()}"
+        self._log.info("training_process_ended", reason=self._gone)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ComputeLost(self._gone))

@@ -1,0 +1,123 @@
+"""Issues a step's trajectories and gathers them: messages say when to look, the store says what is so.
+
+Every few seconds the store is asked about whatever is still missing, so a lost message costs seconds and never a sample.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from structlog.typing import FilteringBoundLogger
+
+from libs.common import messages as m
+from libs.common.bus import Bus, Puller
+from libs.common.store import TERMINAL, Record, TrajectoryId, TrajectorySpec, TrajectoryStore
+from libs.common.tokens import PolicyVersion
+from services.trainer.job_data import JobData
+from services.trainer.steps import StepLedger
+
+RECONCILE_S = 3.0
+QUIET_S = 15.0
+"""A trajectory that nobody has claimed is announced again once nothing at all has come back for this long."""
+
+
+class Gatherer:
+    """Gets a step's trajectories generated and scored."""
+
+    def __init__(self, *, bus: Bus, store: TrajectoryStore, job_uid: str, instance: str, log: FilteringBoundLogger) -> None:
+        self._bus, self._store, self._uid, self._instance, self._log = bus, store, job_uid, instance, log
+        self._attempt = int(time.time() * 1000) % (1 << 40)  # announcements of an earlier life must not swallow ours
+
+    async def gather(
+        self,
+        ledger: StepLedger,
+        groups: Sequence[Sequence[TrajectorySpec]],
+        *,
+        data: JobData,
+        policy: PolicyVersion,
+        settled: Puller,
+        on_progress: Callable[[], None],
+    ) -> None:
+        """Issue ``groups`` and return when the ledger is complete, replacements included."""
+        await self._issue(ledger, groups, policy)
+        heard_at = checked_at = time.monotonic()
+        await self._reconcile(ledger, policy, quiet=False)  # after a restart most of it may be there already
+        on_progress()
+        while True:
+            if replace := ledger.take_replaceable():
+                self._log.warning("groups_replaced", groups=replace, step=ledger.step)
+                await self._issue(ledger, data.training_groups(replace, step=ledger.step), policy)
+            if ledger.complete:
+                return
+            deliveries = await settled.fetch(256, wait_s=RECONCILE_S)
+            for delivery in deliveries:
+                event = delivery.message
+                if isinstance(event, m.TrajectorySettled):
+                    ledger.settle(event.group, event.sample, event.state)
+                await delivery.ack()
+            now = time.monotonic()
+            if deliveries:
+                heard_at = now
+                on_progress()
+            if now - checked_at >= RECONCILE_S:
+                await self._reconcile(ledger, policy, quiet=now - heard_at >= QUIET_S)
+                checked_at = now
+
+    async def records(self, groups: Sequence[int], *, samples: int) -> list[Record]:
+        """What the store holds of these groups, in order."""
+        ids = [TrajectoryId(self._uid, group, sample) for group in groups for sample in range(samples)]
+        return [record for record in await self._store.read(ids) if record is not None]
+
+    async def _issue(self, ledger: StepLedger, groups: Sequence[Sequence[TrajectorySpec]], policy: PolicyVersion) -> None:
+        for group in groups:
+            ledger.issue(group[0].id.group, purpose=group[0].purpose, samples=len(group))
+        specs = [spec for group in groups for spec in group]
+        created = await self._store.create(specs)
+        if created < len(specs):
+            self._log.info("records_found", records=len(specs) - created, step=ledger.step)
+        await self._announce([spec.id for spec in specs], ledger.step, policy)
+
+    async def _announce(self, ids: Sequence[TrajectoryId], step: int, policy: PolicyVersion) -> None:
+        self._attempt += 1
+        await self._bus.publish_all(
+            [
+                m.StartRollout(
+                    sender=self._instance,
+                    job_uid=id.job_uid,
+                    step=step,
+                    group=id.group,
+                    sample=id.sample,
+                    policy=policy,
+                    attempt=self._attempt,
+                )
+                for id in ids
+            ]
+        )
+
+    async def _reconcile(self, ledger: StepLedger, policy: PolicyVersion, *, quiet: bool) -> None:
+        """Ask the store about what is missing; announce again what nobody seems to work on."""
+        missing = [TrajectoryId(self._uid, group, sample) for group, sample in ledger.missing()]
+        unclaimed, unscored = [], []
+        for id, state in zip(missing, await self._store.states(missing), strict=True):
+            if state in TERMINAL:
+                ledger.settle(id.group, id.sample, "scored" if state == "scored" else "failed")
+            elif state == "expired" or (state == "pending" and quiet):
+                unclaimed.append(id)
+            elif state == "finished" and quiet:
+                unscored.append(id)
+        if unclaimed:
+            self._log.info("announced_again", trajectories=len(unclaimed), step=ledger.step)
+            await self._announce(unclaimed, ledger.step, policy)
+        self._attempt += 1
+        await self._bus.publish_all(
+            [
+                m.TrajectoryFinished(
+                    sender=self._instance,
+                    job_uid=id.job_uid,
+                    step=ledger.step,
+                    group=id.group,
+                    sample=id.sample,
+                    attempt=self._attempt,
+                )
+                for id in unscored
+            ]
+        )

@@ -1,0 +1,128 @@
+"""What a job has done so far, as a checkpoint keeps it and as users see it; pure.
+
+Also the place where it is decided what a user must be warned of: conditions under which training runs and learns nothing.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from libs.common.messages import JobProgress, Phase
+from libs.common.store import Record
+
+
+class History(msgspec.Struct):
+    """Counts and curves over all finished steps of the surviving lineage."""
+
+    rewards: list[float] = []
+    evaluations: list[tuple[int, float]] = []
+    tokens: int = 0
+    completion_tokens: int = 0
+    rollout_s: float = 0.0
+    train_s: float = 0.0
+    other_s: float = 0.0
+    mismatch_kl: float = 0.0
+    trained: int = 0
+    failed: int = 0
+    truncated: int = 0
+    retries: int = 0
+    warnings: dict[str, str] = {}
+
+    def warn(self, found: dict[str, str]) -> list[str]:
+        """Remember warnings; returns the texts of those that are new."""
+        new = {key: text for key, text in found.items() if key not in self.warnings}
+        self.warnings.update(new)
+        return list(new.values())
+
+    def progress(
+        self,
+        *,
+        sender: str,
+        job_uid: str,
+        phase: Phase,
+        step: int,
+        steps: int,
+        counts: tuple[int, int],
+        artifacts: dict[str, str],
+    ) -> JobProgress:
+        """The message that tells everyone."""
+        plain = {name: getattr(self, name) for name in self.__struct_fields__ if name != "warnings"}
+        return JobProgress(
+            sender=sender,
+            job_uid=job_uid,
+            phase=phase,
+            step=step,
+            steps=steps,
+            settled=counts[0],
+            expected=counts[1],
+            artifacts=artifacts,
+            warnings=list(self.warnings.values()),
+            **plain,
+        )
+
+
+class StepSummary(msgspec.Struct, frozen=True):
+    """What one step's scored samples look like.
+
+    Attributes:
+        rewards, lengths: per sample; lengths in sampled and observed tokens. truncated: share cut off.
+        mixed: share of groups whose rewards differ.
+    """
+
+    rewards: list[float]
+    lengths: list[int]
+    truncated: float
+    mixed: float
+
+    def metrics(self) -> dict[str, float]:
+        """By TensorBoard name."""
+        if not self.rewards:
+            return {}
+        rewards, lengths = np.array(self.rewards), np.array(self.lengths)
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/mixed_groups": self.mixed,
+            "response_length/mean": float(lengths.mean()),
+            "response_length/max": float(lengths.max()),
+            "response_length/min": float(lengths.min()),
+            "response_length/truncated": self.truncated,
+        }
+
+
+TRUNCATED_BY = ("length", "context")
+
+
+def summarise(groups: Sequence[Sequence[Record]]) -> StepSummary:
+    """Summary of the scored samples of a step's groups."""
+    valid = [[record for record in group if record.state == "scored" and record.reward is not None] for group in groups]
+    flat = [record for group in valid for record in group]
+    cut = [record.stop_reason in TRUNCATED_BY for record in flat]
+    mixed = [len({record.reward for record in group}) > 1 for group in valid if group]
+    return StepSummary(
+        rewards=[record.reward for record in flat if record.reward is not None],
+        lengths=[len(record.tokens) for record in flat],
+        truncated=sum(cut) / len(cut) if cut else 0.0,
+        mixed=sum(mixed) / len(mixed) if mixed else 0.0,
+    )
+
+
+def warnings_of(summary: StepSummary, metrics: dict[str, float]) -> dict[str, str]:
+    """What a user must know about a step, by a key that makes each warning come once."""
+    found: dict[str, str] = {}
+    if summary.rewards and summary.truncated == 1.0:
+        found["all_truncated"] = (
+            "every completion was cut off at its token limit: the model never finished an answer, so rewards say little; "
+            "raise rollout.max_new_tokens or check the prompt's format"
+        )
+    if len(summary.rewards) > 1 and len(set(summary.rewards)) == 1:
+        found["constant_reward"] = (
+            f"every completion of a step got the same reward ({summary.rewards[0]:g}): all advantages are 0 and nothing is "
+            "learned from it; check the reward function, or the task is too hard or solved"
+        )
+    if metrics.get("loss/policy") == 0.0 and metrics.get("grad_norm") == 0.0:
+        found["zero_loss"] = "the loss and its gradient were exactly 0: the step changed nothing"
+    if metrics.get("update_skipped"):
+        found["update_skipped"] = "an update was skipped because its loss or gradient was not finite"
+    return found

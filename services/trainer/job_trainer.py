@@ -1,0 +1,371 @@
+"""The step loop of one job: prompts out, scored groups in, policy updated, published, checkpointed.
+
+The loop keeps nothing that a checkpoint and the store don't have: started over after any death, it goes on from the newest
+checkpoint and finds in the store the records that it had retained, so nothing is generated twice and nothing trained twice
+in the surviving lineage. What it publishes carries its incarnation and moves by compare-and-set, so one that was replaced
+can't do harm.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from nats.js.errors import NotFoundError
+
+from libs.common import messages as m
+from libs.common import subjects
+from libs.common.blobs import download
+from libs.common.bus import Puller
+from libs.common.errors import JigsawError
+from libs.common.job import DataSection, Job
+from libs.common.manifest import complete_or_invisible
+from libs.common.messages import Phase
+from libs.common.models import context_length, resolve_model
+from libs.common.policy_store import PolicyStore
+from libs.common.service import Context
+from libs.common.store import Record, TrajectoryId
+from libs.common.tokens import PolicyVersion
+from libs.environments.registry import make_environment
+from services.trainer import wire
+from services.trainer.checkpoints import Checkpoints
+from services.trainer.compute_link import ComputeLink
+from services.trainer.gather import Gatherer
+from services.trainer.history import TRUNCATED_BY, History, StepSummary, summarise, warnings_of
+from services.trainer.job_data import JobData
+from services.trainer.run_log import RunLog
+from services.trainer.steps import StepLedger, is_evaluation_step
+
+CONSUMER_PATIENCE_S = 30.0
+KEEP_POLICIES = 2
+TELL_S = 0.5
+
+
+class Superseded(JigsawError):
+    """Another trainer holds this job now; this one ends without a word."""
+
+
+class JobTrainer:
+    """One life of a job's step loop: from a checkpoint (or the start) to the job's end, or to a death that starts it over.
+
+    Args:
+        compute: a running training process that hasn't loaded anything yet.
+    """
+
+    def __init__(self, context: Context, record: m.JobRecord, *, compute: ComputeLink, policies: PolicyStore) -> None:
+        self._context, self._record, self._compute, self._policies = context, record, compute, policies
+        self._uid, self._log = record.job_uid, context.log.bind(job=record.job_uid)
+        self._folder = context.settings.job_folder(self._uid)
+        self._checkpoints = Checkpoints(self._folder / "checkpoints")
+        self._history = History()
+        self._ledger = StepLedger(step=0, replacements=0)
+        self._phase, self._step, self._incarnation = Phase.STARTING, 0, 0
+        self._retained: list[TrajectoryId] = []
+        self._job: Job = record.job
+        self._told_at, self._tell_wanted = 0.0, anyio.Event()
+
+    @property
+    def step(self) -> int:
+        """The current step, 0-based."""
+        return self._step
+
+    async def run(self) -> None:
+        """Until the job has succeeded.
+
+        Raises:
+            Superseded: another trainer took the job.
+            JigsawError: the job can't go on, for the reason given.
+        """
+        self._incarnation = await self._context.store.hold_job(self._uid, owner=self._context.instance)
+        await self._tell()
+        self._job = await self._with_local_data(self._record.job)
+        model = await anyio.to_thread.run_sync(resolve_model, self._job.model.path)
+        data = await self._load_data(model)
+        ready = await self._load(model, data)
+        log = await anyio.to_thread.run_sync(RunLog, self._folder)
+        gatherer = Gatherer(
+            bus=self._context.bus,
+            store=self._context.store,
+            job_uid=self._uid,
+            instance=self._context.instance,
+            log=self._log,
+        )
+        settled = await self._settled()
+        try:
+            policy = await self._publish_policy(ready.step)
+            for step in range(ready.step, self._job.train.steps):
+                policy = await self._do_step(step, policy, data=data, gatherer=gatherer, settled=settled, log=log)
+            await self._final_evaluation(policy, data=data, gatherer=gatherer, settled=settled, log=log)
+            await self._write_model()
+            self._phase = Phase.DONE
+            await self._tell()
+        finally:
+            await settled.close()
+            await anyio.to_thread.run_sync(log.close)
+
+    # --- start -------------------------------------------------------------------------------------------------------
+
+    async def _with_local_data(self, job: Job) -> Job:
+        """The job with its uploaded datasets fetched onto this machine."""
+
+        async def local(section: DataSection) -> DataSection:
+            digest = self._record.blobs.get(section.path or "")
+            if digest is None:
+                return section
+            path = await download(self._context.bus, digest, Path(self._context.settings.home) / "blobs")
+            return msgspec.structs.replace(section, path=str(path))
+
+        data = await local(job.data)
+        evaluation = job.eval and msgspec.structs.replace(job.eval, data=await local(job.eval.data))
+        return msgspec.structs.replace(job, data=data, eval=evaluation)
+
+    async def _load_data(self, model: Path) -> JobData:
+        environment = make_environment(self._job.environment, allow=self._context.settings.reward.allow)
+        max_context = self._job.model.max_context or context_length(model)
+
+        def load() -> JobData:
+            return JobData(self._job, job_uid=self._uid, model=model, environment=environment, max_context=max_context)
+
+        return await anyio.to_thread.run_sync(load)
+
+    async def _load(self, model: Path, data: JobData) -> wire.Ready:
+        """Load the compute side, from the newest checkpoint if there is one."""
+        newest = self._checkpoints.newest()
+        ready = await self._compute.load(
+            self._job,
+            model=str(model),
+            resume=str(newest or ""),
+            cores=self._context.settings.device.cores,
+        )
+        if newest is not None:
+            data.resume(ready.extra["position"])
+            self._history = msgspec.convert(ready.extra["history"], History)
+            self._log.info("resumed", step=ready.step, checkpoint=str(newest))
+        self._step = ready.step
+        self._log.info("trainer_ready", seconds=round(ready.seconds, 1), step=ready.step)
+        return ready
+
+    async def _settled(self) -> Puller:
+        with anyio.fail_after(CONSUMER_PATIENCE_S):
+            while True:
+                try:
+                    return await self._context.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self._uid))
+                except NotFoundError:
+                    await anyio.sleep(0.1)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    async def _do_step(
+        self,
+        step: int,
+        policy: PolicyVersion,
+        *,
+        data: JobData,
+        gatherer: Gatherer,
+        settled: Puller,
+        log: RunLog,
+    ) -> PolicyVersion:
+        """Roll out, train, publish; returns the new policy version."""
+        started = time.monotonic()
+        rollout = self._job.rollout
+        groups = data.training_groups(rollout.batch, step=step)
+        if self._is_evaluated(step):
+            groups += data.evaluation_groups(step=step)
+        self._begin(step, Phase.ROLLOUT)
+        await self._tell()
+        await gatherer.gather(self._ledger, groups, data=data, policy=policy, settled=settled, on_progress=self._tell_soon)
+        gathered = time.monotonic()
+        self._phase = Phase.TRAIN
+        await self._tell()
+        training = await gatherer.records(self._ledger.groups("train"), samples=rollout.group)
+        summary = self._account(self._by_group(training))
+        metrics = await self._train(step, training)
+        trained = time.monotonic()
+        await self._account_evaluation(gatherer, step, metrics)
+        metrics |= summary.metrics()
+        for warning in self._history.warn(warnings_of(summary, metrics)):
+            self._log.warning("attention", step=step, message=warning)
+        policy = await self._publish_policy(step + 1)
+        self._retained += [record.spec.id for record in training]
+        self._history.rollout_s += gathered - started
+        self._history.train_s += trained - gathered
+        self._history.other_s += time.monotonic() - trained
+        await self._checkpoint_if_due(step + 1, data)
+        metrics |= {
+            "time/rollout": gathered - started,
+            "time/train": trained - gathered,
+            "time/step": time.monotonic() - started,
+        }
+        self._log.info("step", step=step, reward=self._history.rewards[-1], seconds=round(metrics["time/step"], 2))
+        await anyio.to_thread.run_sync(lambda: log.samples(step, training, shown=self._job.train.log_samples))
+        await anyio.to_thread.run_sync(lambda: log.scalars(step, metrics))
+        return policy
+
+    def _begin(self, step: int, phase: Phase) -> None:
+        self._step, self._phase = step, phase
+        self._ledger = StepLedger(step=step, replacements=self._job.rollout.batch)
+
+    async def _train(self, step: int, training: list[Record]) -> dict[str, float]:
+        """Train on the valid groups, if any of them is left to learn from."""
+        valid = set(self._ledger.valid_groups())
+        if not valid:
+            errors = [record.error for record in training if record.error]
+            raise JigsawError(f"step {step}: no group has two scored samples; first error: {(errors or ['none'])[0]}")
+        groups = [
+            _to_wire([record for record in group if record.state == "scored"])
+            for group in self._by_group(training)
+            if group[0].spec.id.group in valid
+        ]
+        if self._job.algorithm.drop_zero_variance:
+            groups = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
+        if not groups:
+            return {"loss/policy": 0.0, "grad_norm": 0.0}
+        metrics = await self._compute.train(step, groups)
+        self._history.trained += sum(len(group.samples) for group in groups)
+        self._history.mismatch_kl = metrics.get("mismatch/kl", 0.0)
+        return metrics
+
+    def _account(self, groups: list[list[Record]]) -> StepSummary:
+        """Add a step's training samples to the history."""
+        summary = summarise(groups)
+        flat = [record for group in groups for record in group]
+        self._history.rewards.append(sum(summary.rewards) / len(summary.rewards) if summary.rewards else 0.0)
+        self._history.tokens += sum(len(record.spec.prompt_ids) + len(record.tokens) for record in flat)
+        self._history.completion_tokens += sum(len(record.tokens) for record in flat)
+        self._history.failed += sum(record.state == "failed" for record in flat)
+        self._history.truncated += sum(record.stop_reason in TRUNCATED_BY for record in flat)
+        self._history.retries += sum(record.attempts - 1 for record in flat if record.attempts > 1)
+        return summary
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _is_evaluated(self, step: int) -> bool:
+        section = self._job.eval
+        return section is not None and is_evaluation_step(step, every=section.every, steps=self._job.train.steps)
+
+    async def _account_evaluation(self, gatherer: Gatherer, step: int, metrics: dict[str, float]) -> None:
+        groups = self._ledger.groups("eval")
+        if not groups or self._job.eval is None:
+            return
+        records = await gatherer.records(groups, samples=self._job.eval.samples)
+        rewards = [record.reward for record in records if record.reward is not None]
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            self._history.evaluations.append((step, mean))
+            metrics["eval/reward_mean"] = mean
+        self._retained += [record.spec.id for record in records]
+
+    async def _final_evaluation(
+        self, policy: PolicyVersion, *, data: JobData, gatherer: Gatherer, settled: Puller, log: RunLog
+    ) -> None:
+        """Evaluate the last policy."""
+        steps = self._job.train.steps
+        if not self._is_evaluated(steps) or any(step == steps for step, _ in self._history.evaluations):
+            return
+        self._begin(steps, Phase.ROLLOUT)
+        await self._tell()
+        groups = data.evaluation_groups(step=steps)
+        await gatherer.gather(self._ledger, groups, data=data, policy=policy, settled=settled, on_progress=self._tell_soon)
+        metrics: dict[str, float] = {}
+        await self._account_evaluation(gatherer, steps, metrics)
+        await anyio.to_thread.run_sync(lambda: log.scalars(steps, metrics))
+
+    # --- what outlives the step --------------------------------------------------------------------------------------
+
+    async def _publish_policy(self, step: int) -> PolicyVersion:
+        """Write the policy after ``step`` updates and move the job's pointer to it.
+
+        Raises:
+            Superseded: the pointer is at a newer incarnation's version.
+        """
+        version = PolicyVersion(step, self._incarnation)
+        with self._policies.writing(self._uid, version) as folder:
+            await self._compute.write_policy(str(folder))
+        digest = await anyio.to_thread.run_sync(lambda: self._policies.digest(self._uid, version))
+        published = m.PolicyPublished(
+            sender=self._context.instance,
+            job_uid=self._uid,
+            version=version,
+            url=self._policies.url(self._uid, version),
+            digest=digest,
+        )
+        table = await self._context.bus.table(m.PolicyPublished)
+        current = await table.entry(self._uid)
+        if current is not None and current.value is not None and current.value.version.incarnation > self._incarnation:
+            raise Superseded(f"job {self._uid} is held by another trainer")
+        expected = current.revision if current is not None else 0
+        if not await table.swap(self._uid, published, expected_revision=expected):
+            raise Superseded(f"job {self._uid}: the policy pointer was moved by another trainer")
+        keep = [version] if current is None or current.value is None else [version, current.value.version]
+        await anyio.to_thread.run_sync(lambda: self._policies.prune(self._uid, keep=keep[:KEEP_POLICIES]))
+        return version
+
+    async def _checkpoint_if_due(self, step: int, data: JobData) -> None:
+        """Checkpoint, then forget the records that it includes; the order is what makes a crash harmless."""
+        train = self._job.train
+        if step % train.checkpoint_every != 0 and step != train.steps:
+            return
+        extra: dict[str, Any] = {"position": data.position, "history": msgspec.to_builtins(self._history)}
+        seconds = await self._compute.write_checkpoint(str(self._checkpoints.path(step)), extra=extra)
+        self._log.info("checkpoint", step=step, seconds=round(seconds, 1))
+        await self._context.store.forget(self._retained)
+        self._retained = []
+        rewards = dict(self._history.evaluations) or dict(enumerate(self._history.rewards, start=1))
+
+        def prune() -> None:
+            self._checkpoints.prune(rewards, keep_last=train.keep_last, keep_best=train.keep_best)
+
+        await anyio.to_thread.run_sync(prune)
+
+    async def _write_model(self) -> None:
+        """The trained model, in Hugging Face format, where the final table says."""
+        with complete_or_invisible(self._folder / "model", durable=True) as folder:
+            await self._compute.write_policy(str(folder))
+
+    # --- telling -----------------------------------------------------------------------------------------------------
+
+    def _by_group(self, records: list[Record]) -> list[list[Record]]:
+        groups: dict[int, list[Record]] = {}
+        for record in records:
+            groups.setdefault(record.spec.id.group, []).append(record)
+        return list(groups.values())
+
+    def _tell_soon(self) -> None:
+        """Progress within a step, at most twice a second; told by the next task switch, nothing waits for it."""
+        if time.monotonic() - self._told_at >= TELL_S:
+            self._tell_wanted.set()
+
+    async def keep_telling(self) -> None:
+        """Publish progress whenever something asked for it, until cancelled."""
+        while True:
+            await self._tell_wanted.wait()
+            self._tell_wanted = anyio.Event()
+            await self._tell()
+
+    async def _tell(self) -> None:
+        self._told_at = time.monotonic()
+        table = await self._context.bus.table(m.JobProgress)
+        progress = self._history.progress(
+            sender=self._context.instance,
+            job_uid=self._uid,
+            phase=self._phase,
+            step=self._step,
+            steps=self._job.train.steps,
+            counts=self._ledger.counts,
+            artifacts={
+                "model": str(self._folder / "model"),
+                "tensorboard": str(self._folder / "tensorboard"),
+                "samples": str(self._folder / "samples"),
+                "checkpoints": str(self._folder / "checkpoints"),
+            },
+        )
+        await table.put(self._uid, progress)
+
+
+def _to_wire(group: list[Record]) -> wire.SampleGroup:
+    """A group's scored samples as the training process takes them."""
+    samples = [
+        wire.Sample(record.tokens.tobytes(), record.reward or 0.0, record.stop_reason in TRUNCATED_BY) for record in group
+    ]
+    return wire.SampleGroup(group[0].spec.prompt_ids, samples)

@@ -1,0 +1,170 @@
+"""The trainer service: follows its allocations, and runs the step loop of each job that it holds one for."""
+
+from pathlib import Path
+
+import anyio
+from anyio.abc import TaskGroup
+
+from libs.common import messages as m
+from libs.common import subjects
+from libs.common.errors import JigsawError
+from libs.common.policy_store import PolicyStore
+from libs.common.service import Context, heartbeat, now
+from services.trainer import wire
+from services.trainer.compute_link import ComputeFailed, ComputeLink, ComputeLost
+from services.trainer.job_trainer import JobTrainer, Superseded
+
+LIVES = 3
+"""Training processes that may die in a row without a step between them before the job fails."""
+
+
+async def serve(context: Context) -> None:
+    """Run until told to stop; a job that is cut short goes on elsewhere, or here after a restart."""
+    service = TrainerService(context)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(heartbeat, context, service.presence)
+        tasks.start_soon(service.follow_allocations, tasks)
+        await context.stopping.wait()
+        tasks.cancel_scope.cancel()
+
+
+class HeldJob:
+    """A job on this trainer: its newest allocation, its running life, the way to end it."""
+
+    def __init__(self) -> None:
+        self.scope = anyio.CancelScope()
+        self.compute: ComputeLink | None = None
+        self._allocation: m.Allocation | None = None
+
+    @property
+    def revision(self) -> int:
+        """Revision of the allocation in force."""
+        return self.compute.revision if self.compute else 0
+
+    async def allocate(self, allocation: m.Allocation) -> None:
+        """Apply a newer allocation at the next micro-batch boundary."""
+        if self._allocation is None or allocation.revision > self._allocation.revision:
+            self._allocation = allocation
+            await self.apply()
+
+    async def apply(self) -> None:
+        """Tell the training process the newest allocation."""
+        if self.compute is not None and self._allocation is not None:
+            await self.compute.set_units(self._allocation.units, revision=self._allocation.revision)
+
+    @property
+    def units(self) -> int:
+        """Units of the newest allocation."""
+        return len(self._allocation.units) if self._allocation else 0
+
+
+class TrainerService:
+    """The jobs of one trainer instance."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._policies = PolicyStore(context.settings.policies, mirror=Path(context.settings.home) / "mirror")
+        self._jobs: dict[str, HeldJob] = {}
+        self._started_at = now()
+
+    def presence(self) -> m.Worker:
+        """What this instance is and what it holds."""
+        device = self._context.settings.device
+        return m.Worker(
+            sender=self._context.instance,
+            role=m.Role.TRAINER,
+            device=device.id,
+            units=len(device.cores),
+            max_units=len(device.cores),
+            memory_mb=device.memory_mb,
+            started_at=self._started_at,
+            draining=self._context.stopping.is_set(),
+            revisions={job_uid: job.revision for job_uid, job in self._jobs.items()},
+        )
+
+    async def follow_allocations(self, tasks: TaskGroup) -> None:
+        """Start, adjust and end jobs as allocations come, change and go."""
+        table = await self._context.bus.table(m.Allocation)
+        records = await self._context.bus.table(m.JobRecord)
+        async for change in table.watch(subjects.allocation_key(self._context.instance, "*")):
+            job_uid = change.key.removeprefix(f"{self._context.instance}.")
+            job = self._jobs.get(job_uid)
+            if change.value is None:
+                if job is not None:
+                    job.scope.cancel()
+                continue
+            if job is None:
+                record = await records.get(job_uid)
+                if record is None or record.state is m.JobState.ENDED:
+                    continue
+                job = self._jobs[job_uid] = HeldJob()
+                tasks.start_soon(self._hold, record, job)
+            await job.allocate(change.value)
+
+    async def _hold(self, record: m.JobRecord, job: HeldJob) -> None:
+        """Run a job to its end, over as many training processes as it takes, and report how it ended."""
+        log = self._context.log.bind(job=record.job_uid)
+        try:
+            with job.scope:
+                await self._context.bus.publish(await self._outcome(record, job))
+            if job.scope.cancelled_caught:
+                log.info("job_given_up")
+        except Superseded as reason:
+            log.warning("superseded", reason=str(reason))
+        finally:
+            del self._jobs[record.job_uid]
+
+    async def _outcome(self, record: m.JobRecord, job: HeldJob) -> m.TrainingEnded:
+        deaths = 0
+        outcome, reason = m.Outcome.FAILED, ""
+        while deaths < LIVES:
+            try:
+                await self._live(record, job)
+                outcome, reason = m.Outcome.SUCCEEDED, ""
+                break
+            except ComputeLost as lost:
+                deaths += 1
+                reason = str(lost)
+                self._context.log.warning("training_process_lost", job=record.job_uid, reason=reason, deaths=deaths)
+            except Superseded:
+                raise
+            except (ComputeFailed, JigsawError) as failed:
+                reason = str(failed)
+                break
+        return m.TrainingEnded(sender=self._context.instance, job_uid=record.job_uid, outcome=outcome, reason=reason)
+
+    async def _live(self, record: m.JobRecord, job: HeldJob) -> None:
+        """One training process, from start to end."""
+
+        def report(done: wire.MicroBatchDone) -> None:
+            tasks.start_soon(self._report, record.job_uid, trainer, done, job)
+
+        cores = self._context.settings.device.cores
+        async with anyio.create_task_group() as tasks:
+            compute = await ComputeLink.start(cores=cores, on_micro_batch=report, log=self._context.log)
+            job.compute = compute
+            trainer = JobTrainer(self._context, record, compute=compute, policies=self._policies)
+            try:
+                await job.apply()
+                tasks.start_soon(trainer.keep_telling)
+                await trainer.run()
+            finally:
+                job.compute = None
+                with anyio.CancelScope(shield=True):
+                    await compute.stop()
+                tasks.cancel_scope.cancel()
+
+    async def _report(self, job_uid: str, trainer: JobTrainer, done: wire.MicroBatchDone, job: HeldJob) -> None:
+        await self._context.bus.publish(
+            m.TrainerWindow(
+                sender=self._context.instance,
+                job_uid=job_uid,
+                step=trainer.step,
+                done=done.done,
+                total=done.total,
+                tokens=done.tokens,
+                seconds=done.seconds,
+                units=job.units,
+                revision=job.revision,
+            )
+        )
