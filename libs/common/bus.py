@@ -34,6 +34,7 @@ from libs.common import messages as m
 from libs.common import subjects
 from libs.common.errors import JigsawError, MessageError, NodeError
 
+CONNECT_S = 20.0
 DEDUPE_WINDOW_S = 120.0
 ACK_WAIT_S = 30.0
 REWATCH_S = 15.0
@@ -78,8 +79,12 @@ class Bus:
         self._js: JetStreamContext = client.jetstream(timeout=10.0)
 
     @classmethod
-    async def connect(cls, url: str, *, instance: str, log: FilteringBoundLogger) -> Self:
+    async def connect(cls, url: str, *, instance: str, log: FilteringBoundLogger, patience_s: float = CONNECT_S) -> Self:
         """Connect, and stay connected for as long as it takes once the first connection was made.
+
+        Args:
+            url: of the server. instance: id of who connects. log: told of trouble.
+            patience_s: how long the first connection is tried.
 
         Raises:
             NodeError: no server at the url.
@@ -92,18 +97,19 @@ class Bus:
             log.info("bus_reconnected")
 
         try:
-            client = await nats.connect(
-                url,
-                name=instance,
-                error_cb=note_error,
-                reconnected_cb=note_reconnect,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=1,
-                connect_timeout=5,
-                allow_reconnect=True,
-                inbox_prefix=f"_INBOX.{instance}",
-            )
-        except (NoServersError, OSError, NatsTimeoutError) as error:
+            async with asyncio.timeout(patience_s):  # the client's own patience is endless, from the first connection on
+                client = await nats.connect(
+                    url,
+                    name=instance,
+                    error_cb=note_error,
+                    reconnected_cb=note_reconnect,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=1,
+                    connect_timeout=5,
+                    allow_reconnect=True,
+                    inbox_prefix=f"_INBOX.{instance}",
+                )
+        except (NoServersError, OSError) as error:  # a TimeoutError is an OSError
             raise NodeError(f"no NATS server answers at {url}: {error or type(error).__name__}") from None
         return cls(client, instance=instance, log=log)
 
@@ -209,6 +215,7 @@ class Bus:
         Raises:
             NotFoundError: the scheduler hasn't created it.
         """
+        await self._js.consumer_info(_stream_of(kind), name)  # binding alone doesn't ask whether it is there
         subscription = await self._js.pull_subscribe_bind(consumer=name, stream=_stream_of(kind))
         return Puller(self, subscription)
 
@@ -283,7 +290,7 @@ class Puller:
         """Up to ``count`` messages; empty when there is no work within ``wait_s``."""
         try:
             msgs = await self._subscription.fetch(count, timeout=wait_s)
-        except NatsTimeoutError:
+        except TimeoutError:  # the client's own kind of it, or, when time runs out between its two requests, the plain one
             return []
         deliveries = []
         for msg in msgs:

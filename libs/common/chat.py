@@ -82,9 +82,9 @@ class ChatTokenizer:
             following = following[len(eos) :]
         return self._encode(following)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ids; special tokens are left out unless wanted."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def _encode(self, text: str) -> list[int]:
         # The template writes the special tokens itself; adding them again would double the first one.

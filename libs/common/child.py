@@ -6,6 +6,7 @@ the closed socket.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import select
@@ -56,12 +57,12 @@ class Child(Generic[Received]):
     async def start(
         cls,
         module: str,
-        *,
+        *arguments: str,
         receives: "msgspec.msgpack.Decoder[Received]",
         environment: Mapping[str, str],
         cores: Sequence[int],
     ) -> Self:
-        """Run ``python -m module`` bound to ``cores``, with the environment added to this process's own."""
+        """Run ``python -m module arguments`` bound to ``cores``, with the environment added to this process's own."""
         ours, theirs = socket.socketpair()
         bound = set(cores)
 
@@ -73,6 +74,7 @@ class Child(Generic[Received]):
             sys.executable,
             "-m",
             module,
+            *arguments,
             env={**os.environ, **environment, FD_VARIABLE: str(theirs.fileno())},
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -113,8 +115,10 @@ class Child(Generic[Received]):
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     async def stop(self, *, patience_s: float = 5.0) -> None:
-        """Close the socket, which tells the child to end; kill it if it doesn't."""
+        """Close the socket, which tells the child to end; kill it if it doesn't. Needed also after it ended by itself."""
         self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
         try:
             await asyncio.wait_for(self._process.wait(), patience_s)
         except TimeoutError:

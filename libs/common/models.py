@@ -32,7 +32,7 @@ CONVERT_TIMEOUT_S = 900.0
 Note = Callable[[str], None]
 """Told what takes time, one line each."""
 
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\w[\w.-]{0,94}/\w[\w.-]{0,94}(?<![-.])(?<!\.gguf)(?<!\.git)", re.ASCII)
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
@@ -83,7 +83,7 @@ def find_model(path: str) -> Path | None:
         folder = None
     if folder is not None and folder.is_dir():
         return folder
-    return _hub_snapshot(path, offline=True) if _HUB_ID.match(path) else None
+    return _hub_snapshot(path, offline=True) if _HUB_ID.fullmatch(path) else None
 
 
 def check_model(path: str) -> None:
@@ -94,7 +94,7 @@ def check_model(path: str) -> None:
     """
     if find_model(path) or path in WHEELS or (path.endswith(".gguf") and Path(path).expanduser().is_file()):
         return
-    if not _HUB_ID.match(path):
+    if not _HUB_ID.fullmatch(path):
         raise ModelError(_nothing_there(path))
     if problem := _hub_problem(path):
         raise ModelError(problem)
@@ -116,7 +116,7 @@ def resolve_model(path: str, *, note: Note | None = None) -> Path:
     gguf = Path(path).expanduser()
     if gguf.suffix == ".gguf" and gguf.is_file():
         return _converted(gguf, _folder_of_gguf(gguf), say)
-    if not _HUB_ID.match(path):
+    if not _HUB_ID.fullmatch(path):
         raise ModelError(_nothing_there(path))
     problem = _hub_problem(path)
     if problem is None:

@@ -3,10 +3,10 @@
 import importlib
 import inspect
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from libs.common.errors import JobFileError
 from libs.common.job import EnvironmentSection
+from libs.common.plugins import require_allowed
 from libs.environments.protocol import Environment
 from libs.environments.scripted import Scripted
 from libs.environments.single_turn import SingleTurn
@@ -33,8 +33,7 @@ def _imported(name: str, allow: Sequence[str], file: str) -> type[Environment]:
         known = ", ".join(sorted(BUILT_IN))
         expected = f"unknown environment {name!r}; built in: {known}; your own: package.module:Class"
         raise JobFileError(file=file, key="environment.name", expected=expected)
-    if not any(fnmatchcase(name, pattern) for pattern in allow):
-        raise JobFileError(file=file, key="environment.name", expected=f"{name!r} is not on the node's allow-list")
+    require_allowed(name, allow, file=file, key="environment.name")
     module, attribute = name.split(":")
     try:
         kind: type[Environment] = getattr(importlib.import_module(module), attribute)

@@ -18,7 +18,7 @@ import psutil
 from structlog.typing import FilteringBoundLogger
 
 from libs.common.bus import Bus
-from libs.common.errors import NodeError
+from libs.common.errors import JigsawError, NodeError
 from libs.common.settings import Addresses, NodeSettings, save_settings
 from libs.node.node_file import NodeFile, remove_node_file, sole_node, write_node_file
 from libs.node.processes import ServiceProcess
@@ -68,8 +68,13 @@ async def run_node(
         Interrupted: SIGINT or SIGTERM came.
     """
     home = Path(settings.home)
+    failures: list[JigsawError] = []
     with sole_node(home):
-        return await _Supervisor(settings, home, log).run(body, ports)
+        try:
+            return await _Supervisor(settings, home, log).run(body, ports)
+        except* JigsawError as group:
+            failures.append(_first(group))
+    raise failures[0]
 
 
 class _Supervisor:
@@ -130,7 +135,7 @@ class _Supervisor:
         except OSError as error:
             raise NodeError(f"{file} can't be written: {error.strerror}") from None
         source = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [source, *self._settings.reward.plugins, os.environ.get("PYTHONPATH")]))
         environment = {**addresses.to_environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         roles = ["scheduler", "reward", "trainer", *["rollout"] * self._settings.rollout.instances]
         for index, role in enumerate(roles):
@@ -207,6 +212,12 @@ class _Supervisor:
             service.kill()
         for server in self._servers:
             server.kill()
+
+
+def _first(group: BaseExceptionGroup[JigsawError]) -> JigsawError:
+    """One error of a nested group: what went wrong first took everything else down."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _answers(bus: Bus, instance: str) -> bool:

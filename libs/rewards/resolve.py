@@ -16,6 +16,7 @@ import msgspec
 
 from libs.common.errors import JobFileError
 from libs.common.job import RewardSection
+from libs.common.plugins import require_allowed
 
 
 class Scorer(msgspec.Struct, frozen=True):
@@ -67,11 +68,7 @@ def resolve(section: RewardSection, *, allow: Sequence[str] = (), folders: Seque
         return _built_in(section, file)
     if ":" not in name:
         raise JobFileError(file=file, key="reward.function", expected=f"unknown scorer {name!r}{_hint(name)}")
-    if not any(_allows(entry, name) for entry in allow):
-        listed = ", ".join(allow) or "nothing"
-        raise JobFileError(
-            file=file, key="reward.function", expected=f"{name!r} isn't on this node's allow-list, which has {listed}"
-        )
+    require_allowed(name, allow, file=file, key="reward.function")
     return Scorer(name=name, target=name, args=section.args, folders=tuple(folders))
 
 
@@ -79,13 +76,6 @@ def _hint(name: str) -> str:
     close = difflib.get_close_matches(name, _NEEDS, n=1)
     meant = f"; did you mean {close[0]!r}?" if close else "."
     return f"{meant} Built in: {', '.join(_NEEDS)}; or package.module:function from the node's allow-list"
-
-
-def _allows(entry: str, name: str) -> bool:
-    if not entry.endswith(".*"):
-        return entry == name
-    package, module = entry.removesuffix(".*"), name.partition(":")[0]
-    return module == package or module.startswith(f"{package}.")
 
 
 def _built_in(section: RewardSection, file: str) -> Scorer:

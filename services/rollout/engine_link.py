@@ -16,8 +16,8 @@ from libs.common.job import Job
 from libs.common.tokens import PolicyVersion
 from services.rollout import wire
 from services.rollout.engine import TurnRequest
-from services.rollout.vllm_engine import engine_environment
 from services.rollout.runner import EngineLost
+from services.rollout.vllm_engine import engine_environment
 
 LOAD_TRIES = 3
 
@@ -40,6 +40,7 @@ class EngineLink:
         self._units: wire.SetUnits | None = None
         self._loaded: PolicyVersion | None = None
         self._broken = ""
+        self._stopping = False
         self._dropping: dict[str, anyio.Event] = {}
         self.max_context = 0
         self.revision = 0
@@ -59,9 +60,10 @@ class EngineLink:
     async def run(self) -> None:
         """Keep a process running until cancelled."""
         failures = 0
-        await self._policy_known.wait()
         while True:
             loaded = await self._live()
+            if self._stopping:
+                return
             failures = 0 if loaded else failures + 1
             if failures >= LOAD_TRIES:
                 self._log.error("engine_broken", reason=self._broken)
@@ -100,7 +102,8 @@ class EngineLink:
         await done.wait()
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the process, for good."""
+        self._stopping = True
         if self._child is not None:
             await self._child.stop()
 
@@ -108,14 +111,16 @@ class EngineLink:
         """One life of the process, from start to end; whether it ever was loaded."""
         child = await Child.start(
             "services.rollout.engine_process",
+            self._job.rollout.engine,
             receives=wire.FROM_ENGINE,
             environment=self._environment(),
             cores=self._cores[:1] if self._units is None or not self._units.units else self._wanted_cores(self._units),
         )
         self._child = child
-        await child.send(self._load())
         ever_loaded = False
         try:
+            await self._policy_known.wait()  # the process does its imports meanwhile
+            await child.send(self._load())
             async for message in child.receive():
                 ever_loaded = ever_loaded or (isinstance(message, wire.Loaded) and not message.error)
                 await self._note(message)
@@ -126,6 +131,8 @@ class EngineLink:
             for event in self._dropping.values():
                 event.set()
             self._dropping.clear()
+        if self._stopping:
+            return ever_loaded
         reason = self._broken or f"the engine process ended: {end}"
         self._log.error("engine_ended", reason=reason)
         await self._receiver(wire.StepFailed(reason))

@@ -4,9 +4,11 @@
 or leases; the service knows nothing of torch.
 """
 
+import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 from libs.common.child import Parent, ParentGone, die_with_parent
 from libs.common.errors import JigsawError
@@ -161,8 +163,10 @@ class EngineProcess:
         self._telemetry = Telemetry(parent, Bands())
         self._paused = True
 
-    def run(self) -> None:
-        """Until the service closes the socket."""
+    def run(self, early: Sequence[wire.ToEngine]) -> None:
+        """Obey what came while the engine loaded, then go on until the service closes the socket."""
+        for message in early:
+            self._obey(message)
         while True:
             working = not self._paused and self._engine.busy()
             if not working:
@@ -203,32 +207,33 @@ class EngineProcess:
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point; the argument names the kind of engine, so that its imports are done by the time it is told to load."""
     die_with_parent()
     parent = Parent(wire.TO_ENGINE)
+    if sys.argv[1] == "vllm":
+        import vllm.v1.engine.core  # noqa: F401
     try:
-        first, *rest = parent.receive(wait_s=None)
-        if not isinstance(first, wire.Load) or rest:
+        load, *early = parent.receive(wait_s=None)
+        if not isinstance(load, wire.Load):
             raise JigsawError("an engine process is told to load first")
         started = time.monotonic()
         try:
-            engine, max_context = make_engine(first)
+            engine, max_context = make_engine(load)
         except (JigsawError, ValueError, RuntimeError, OSError, TypeError) as error:
             # The boundary to a foreign engine: whatever it raises while loading is the reason that the job needs to show.
-            parent.send(wire.Loaded(first.version, time.monotonic() - started, 0, error=f"{type(error).__name__}: {error}"))
+            parent.send(wire.Loaded(load.version, time.monotonic() - started, 0, error=f"{type(error).__name__}: {error}"))
             return
-        parent.send(wire.Loaded(first.version, time.monotonic() - started, max_context))
+        parent.send(wire.Loaded(load.version, time.monotonic() - started, max_context))
         try:
-            EngineProcess(parent, engine, first).run()
+            EngineProcess(parent, engine, load).run(early)
+        except ParentGone:
+            raise
         except (JigsawError, ValueError, RuntimeError, KeyError) as error:
-            if isinstance(error, ParentGone):
-                raise
             parent.send(wire.StepFailed(f"{type(error).__name__}: {error}"))
             raise
-        finally:
-            engine.close()
     except ParentGone:
-        return
+        # Nothing of an engine outlives its process; taking it apart in order would only keep the memory for longer.
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class Trajectory:
         at = standing(tokens, turn_ended=False, max_new_tokens=self.claim.spec.max_new_tokens)
         if not len(tokens) or at.turn_start == len(tokens):
             return at
-        text = self._text(*at.spans[-1]) if self._tools.job.rollout.stop else ""
+        text = self._text(*at.spans[-1], special=True) if self._tools.job.rollout.stop else ""
         ended = ends_turn(
             int(tokens["id"][-1]), text, stop_token_ids=self._tools.chat.eos_ids, stop=self._tools.job.rollout.stop
         )
@@ -215,5 +215,5 @@ class Trajectory:
         self._tokens = [join(*self._tokens)]
         return self._tokens[0]
 
-    def _text(self, start: int, end: int) -> str:
-        return self._tools.chat.decode(np.asarray(self._joined()["id"][start:end]).tolist())
+    def _text(self, start: int, end: int, *, special: bool = False) -> str:
+        return self._tools.chat.decode(np.asarray(self._joined()["id"][start:end]).tolist(), special=special)

@@ -11,7 +11,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from libs.common.errors import ModelError
-from services.rollout.engine import TurnRequest
 
 
 def load_tokenizer(model: str) -> Tokenizer:
@@ -48,20 +47,3 @@ class StopWatch:
         self._tail.append(token_id)
         text = self._tokenizer.decode(list(self._tail), skip_special_tokens=False)
         return any(stop in text for stop in self._stop)
-
-
-def ended(request: TurnRequest, tokenizer: Tokenizer | None) -> bool:
-    """Whether the tokens of the turn so far already end it, so that a resumed turn has nothing left to generate.
-
-    Args:
-        request: the turn as it would be resumed.
-        tokenizer: needed when the request has stop strings.
-    """
-    turn_ids = request.token_ids[request.turn_start :]
-    if not turn_ids:
-        return False
-    if turn_ids[-1] in request.stop_token_ids:
-        return True
-    if not request.stop or tokenizer is None:
-        return False
-    return StopWatch(tokenizer, request.stop, turn_ids[:-1]).completes(turn_ids[-1])

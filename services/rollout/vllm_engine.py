@@ -39,6 +39,7 @@ def engine_environment(threads: int) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # of torch's own renamings, which are vLLM's to follow
     }
 
 

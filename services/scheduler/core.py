@@ -254,11 +254,11 @@ class Scheduler:
         check(Proposal(view, plan, after, revision))
         done = self._place(plan)
         moves = changes(self._allocations, after)
-        self._allocations = after
+        before, self._allocations = held | self._allocations, after
         for entry in self._jobs.values():
-            entry.granted_phase = entry.phase
+            entry.granted_phase = view.jobs[entry.uid].phase
             entry.holds_units(any(a.units for (_, uid), a in after.items() if uid == entry.uid), self._now_s)
-        if held == after:
+        if before == after:
             return done
         self._revision = revision
         decision = m.Decision(
@@ -270,7 +270,7 @@ class Scheduler:
             grants={},
             decided_at=now,
         )
-        told = [c.PublishDecision(part) for part in by_device(decision, view, before=held, after=after)]
+        told = [c.PublishDecision(part) for part in by_device(decision, view, before=before, after=after)]
         return [*done, *moves, *told]
 
     def _place(self, plan: Plan) -> list[c.Command]:

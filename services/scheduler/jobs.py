@@ -117,7 +117,7 @@ class JobEntry:
             order=self.order,
             priority=job.schedule.priority,
             weight=job.schedule.weight,
-            phase=self.phase,
+            phase=self.phase if trainer_usable else m.Phase.STARTING,
             granted_phase=self.granted_phase,
             begun=self.begun,
             trainer=self.record.trainer if trainer_usable else "",

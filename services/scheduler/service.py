@@ -27,7 +27,7 @@ from services.scheduler.policies.registry import policy_named
 TICK_S = 1.0
 EVENTS_WAITING = 1024
 PULL_AT_ONCE = 64
-PULL_WAIT_S = 2.0
+PULL_WAIT_S = 1.0
 PATIENCE_S = 20.0
 """How long an effect is retried while bus or store don't answer; less than a jobs message's redelivery time."""
 
@@ -97,12 +97,11 @@ async def restored(context: Context, tables: Tables) -> e.StateRestored:
 async def listen(context: Context, tables: Tables, sink: Sink) -> None:
     """All sources, until the service is to stop; then no more events come."""
     async with sink, anyio.create_task_group() as sources:
-        sources.start_soon(_jobs, context, sink)
         sources.start_soon(_workers, tables, sink)
         sources.start_soon(_progress, tables, sink)
         sources.start_soon(_telemetry, context, sink)
         sources.start_soon(_ticks, sink)
-        await context.stopping.wait()
+        await _jobs(context, sink)
         sources.cancel_scope.cancel()
 
 
@@ -206,8 +205,9 @@ class Effects:
 
 
 async def _jobs(context: Context, sink: Sink) -> None:
+    """Until the service is to stop. A pull isn't cut short: what it gets would have to wait for its redelivery."""
     puller = await context.bus.pull(m.SubmitJob, subjects.SCHEDULER_CONSUMER)
-    while True:
+    while not context.stopping.is_set():
         for delivery in await puller.fetch(PULL_AT_ONCE, wait_s=PULL_WAIT_S):
             event = job_event(delivery.message)
             if event is None:
@@ -215,6 +215,7 @@ async def _jobs(context: Context, sink: Sink) -> None:
                 await delivery.ack()
             else:
                 await sink.send(Inbound(event, delivery))
+    await puller.close()
 
 
 def job_event(message: m.AnyMessage) -> e.Event | None:

@@ -32,7 +32,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         order: place in the order of submission.
-        phase: the stage it is in. granted_phase: the one its allocations in force were made for; None if unknown.
+        phase: the stage it is in; STARTING while no trainer runs it.
+        granted_phase: the one its allocations in force were made for; None if unknown.
         begun: whether it has ever been past STARTING.
         trainer: the instance that runs its step loop; "" when it has none, or that one can't take work.
         trajectories: of one training step. max_running: of them in one engine's batch.

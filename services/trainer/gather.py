@@ -59,8 +59,10 @@ class Gatherer:
                 heard_at = now
                 on_progress()
             if now - checked_at >= RECONCILE_S:
-                await self._reconcile(ledger, policy, quiet=now - heard_at >= QUIET_S)
+                quiet = now - heard_at >= QUIET_S
+                await self._reconcile(ledger, policy, quiet=quiet)
                 checked_at = now
+                heard_at = now if quiet else heard_at
 
     async def records(self, groups: Sequence[int], *, samples: int) -> list[Record]:
         """What the store holds of these groups, in order."""

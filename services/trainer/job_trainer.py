@@ -186,7 +186,9 @@ class JobTrainer:
         metrics |= summary.metrics()
         for warning in self._history.warn(warnings_of(summary, metrics)):
             self._log.warning("attention", step=step, message=warning)
+        publishing = time.monotonic()
         policy = await self._publish_policy(step + 1)
+        published = time.monotonic()
         self._retained += [record.spec.id for record in training]
         self._history.rollout_s += gathered - started
         self._history.train_s += trained - gathered
@@ -195,7 +197,10 @@ class JobTrainer:
         metrics |= {
             "time/rollout": gathered - started,
             "time/train": trained - gathered,
+            "time/publish": published - publishing,
+            "time/checkpoint": time.monotonic() - published,
             "time/step": time.monotonic() - started,
+            "throughput/tokens": float(sum(len(record.spec.prompt_ids) + len(record.tokens) for record in training)),
         }
         self._log.info("step", step=step, reward=self._history.rewards[-1], seconds=round(metrics["time/step"], 2))
         await anyio.to_thread.run_sync(lambda: log.samples(step, training, shown=self._job.train.log_samples))

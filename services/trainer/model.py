@@ -157,6 +157,7 @@ class Policy:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+            (directory / "model.safetensors").chmod(0o644)  # safetensors makes it private; engines may be other users
             for source in self.directory.iterdir():
                 if source.is_file() and not ({*source.suffixes} & WEIGHT_SUFFIXES) and source.name != "config.json":
                     shutil.copyfile(source, directory / source.name)

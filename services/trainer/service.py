@@ -140,6 +140,7 @@ class TrainerService:
             tasks.start_soon(self._report, record.job_uid, trainer, done, job)
 
         cores = self._context.settings.device.cores
+        failure: JigsawError | None = None
         async with anyio.create_task_group() as tasks:
             compute = await ComputeLink.start(cores=cores, on_micro_batch=report, log=self._context.log)
             job.compute = compute
@@ -148,11 +149,15 @@ class TrainerService:
                 await job.apply()
                 tasks.start_soon(trainer.keep_telling)
                 await trainer.run()
+            except JigsawError as error:
+                failure = error  # raised outside the group, which would wrap it
             finally:
                 job.compute = None
                 with anyio.CancelScope(shield=True):
                     await compute.stop()
                 tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     async def _report(self, job_uid: str, trainer: JobTrainer, done: wire.MicroBatchDone, job: HeldJob) -> None:
         await self._context.bus.publish(

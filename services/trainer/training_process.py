@@ -4,6 +4,7 @@
 newest allocation; with no units it waits there, with everything kept.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -93,15 +94,13 @@ def main() -> None:
     die_with_parent()
     parent = Parent(wire.TO_TRAINER)
     try:
-        first, *rest = parent.receive(wait_s=None)
-        if not isinstance(first, wire.Load):
-            raise JigsawError("a training process is told to load first")
+        load, waiting = _told_to_load(parent)
         try:
             started = time.monotonic()
-            resume = Path(first.resume) if first.resume else None
-            learner = Learner(Path(first.model), first.job, seed=first.job.train.seed, resume=resume)
+            resume = Path(load.resume) if load.resume else None
+            learner = Learner(Path(load.model), load.job, seed=load.job.train.seed, resume=resume)
             parent.send(wire.Ready(learner.step, learner.extra, seconds=time.monotonic() - started))
-            TrainingProcess(parent, learner, first, waiting=rest).run()
+            TrainingProcess(parent, learner, load, waiting=waiting).run()
         except (JigsawError, ValueError, RuntimeError, OSError, msgspec.MsgspecError) as error:
             if isinstance(error, ParentGone):
                 raise
@@ -110,7 +109,18 @@ def main() -> None:
             text = str(error) if isinstance(error, JigsawError) else f"{type(error).__name__}: {error}"
             parent.send(wire.Failed(text, final=final))
     except ParentGone:
-        return
+        # Nothing of a learner outlives its process; taking it apart in order would only keep the memory for longer.
+        os._exit(0)
+
+
+def _told_to_load(parent: Parent[wire.ToTrainer]) -> tuple[wire.Load, list[wire.ToTrainer]]:
+    """Wait for the word to load; allocations may come before it."""
+    waiting: list[wire.ToTrainer] = []
+    while True:
+        for message in parent.receive(wait_s=None):
+            if isinstance(message, wire.Load):
+                return message, waiting
+            waiting.append(message)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,14 @@ async def test_repeats_are_dropped_and_new_attempts_are_not(bus: Bus, job_uid: s
     await pull.close()
 
 
+async def test_waiting_for_work_that_does_not_come_is_no_error(bus: Bus, job_uid: str) -> None:
+    name = subjects.tasks_consumer(job_uid)
+    await bus.ensure_consumer(m.StartRollout, name, job_uid=job_uid)
+    pull = await bus.pull(m.StartRollout, name)
+    assert [await pull.fetch(8, wait_s=0.02) for _ in range(40)] == [[]] * 40
+    await pull.close()
+
+
 async def test_jobs_have_separate_queues(bus: Bus, job_uid: str) -> None:
     for uid in (job_uid, "other"):
         await bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(uid), job_uid=uid)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from libs.common.errors import ModelError
 from libs.common.tokens import PolicyVersion
 from services.rollout.engine import NewToken, StepReport, StopReason, TurnRequest
-from services.rollout.stopping import StopWatch, ended
+from services.rollout.stopping import StopWatch
 from services.rollout.vllm_engine import VllmEngine, engine_environment
 from tests.tiny_model import CONTEXT, VOCAB, build_tiny_model
 
@@ -273,9 +273,6 @@ def test_text_before_the_turn_does_not_stop_it_but_its_own_earlier_tokens_count(
     for start, stops in ((0, True), (len(left), False)):
         watch = StopWatch(tokenizer, ["</answer>"], (*left, *right[:-1])[start:])
         assert watch.completes(right[-1]) is stops
-        assert ended(turn("a", token_ids=(*left, *right), turn_start=start, stop=("</answer>",)), tokenizer) is stops
-    assert ended(turn("a", token_ids=(5, 6), stop_token_ids=(6,)), None)
-    assert not ended(turn("a", token_ids=(5, 6), stop_token_ids=(6,), turn_start=2), None)
 
 
 def test_the_tiny_model_is_small_and_the_same_every_time(models: dict[int, Path], tmp_path: Path) -> None:

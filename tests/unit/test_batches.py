@@ -1,6 +1,7 @@
 """Layout of groups: every token once, within the budget, and exactly what training each sequence alone computes."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,13 @@ def group_of(prompt: int, lengths: list[int], *, first_id: int = 10) -> Group:
     completions = [
         Completion(tokens=sampled(range(first_id, first_id + length), [-1.0] * length, VERSION)) for length in lengths
     ]
-    return Group(prompt_ids=[1] * prompt, completions=completions, advantages_G=[float(index) for index in range(len(lengths))])
+    return Group(
+        prompt_ids=[1] * prompt, completions=completions, advantages_G=[float(index) for index in range(len(lengths))]
+    )
+
+
+def taken(slope_M: torch.Tensor, rows: slice, _: torch.Tensor) -> torch.Tensor:
+    return slope_M[rows]
 
 
 def packed(groups: list[Group], budget: int) -> list[MicroBatch]:
@@ -113,13 +120,13 @@ def test_logprobs_and_gradients_equal_a_loop_over_sequences(
                 if flag:
                     expected.append((token, log.item()))
             loss = sum(coefficient[t] * log for t, f, log in zip(ids, completion.tokens["flags"], logs, strict=True) if f)
-            torch.as_tensor(loss).backward(retain_graph=False)
+            torch.autograd.backward(torch.as_tensor(loss))
 
     policy = Policy(directory, dtype=torch.float32, temperature=temperature)
     actual: list[tuple[int, float]] = []
     for batch in packed(groups, budget):
         slope_M = torch.tensor([coefficient[int(token)] for token in batch.target_M])
-        scores = policy.train(batch, lambda rows, _, slope_M=slope_M: slope_M[rows])
+        scores = policy.train(batch, partial(taken, slope_M))
         assert torch.equal(scores.logprob_M, policy.score(batch).logprob_M)
         actual += zip(batch.target_M.tolist(), scores.logprob_M.tolist(), strict=True)
 

@@ -1,7 +1,7 @@
 """The loss of trained tokens and its slope, against plain arithmetic on single tokens."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,7 +37,14 @@ def batched(values: list[dict[str, float]], new_M: torch.Tensor) -> Any:
 
 
 token = st.fixed_dictionaries(
-    {"new": logs, "old": logs, "engine": logs, "reference": logs, "advantage": st.floats(-3, 3), "weight": st.floats(0.01, 1)}
+    {
+        "new": logs,
+        "old": logs,
+        "engine": logs,
+        "reference": logs,
+        "advantage": st.floats(-3, 3),
+        "weight": st.floats(0.01, 1),
+    }
 )
 
 
@@ -103,13 +110,16 @@ def test_k3_estimates_the_divergence() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1).filter(any), st.sampled_from(["token", "sequence"]))
-def test_weights_of_an_update_sum_to_one(lengths: list[int], loss: str) -> None:
+def test_weights_of_an_update_sum_to_one(lengths: list[int], loss: Literal["token", "sequence"]) -> None:
     normaliser = Normaliser.of(lengths, loss=loss)
     assert sum(length * normaliser.weight(length) for length in lengths if length) == pytest.approx(1.0)
 
 
 def test_sequence_weights_don_t_depend_on_length_token_weights_do() -> None:
-    assert [4 * Normaliser.of([4, 12], loss="sequence").weight(4), 12 * Normaliser.of([4, 12], loss="sequence").weight(12)] == [
+    assert [
+        4 * Normaliser.of([4, 12], loss="sequence").weight(4),
+        12 * Normaliser.of([4, 12], loss="sequence").weight(12),
+    ] == [
         0.5,
         0.5,
     ]

@@ -38,14 +38,17 @@ def write_tiny_model(directory: Path, *, tied: bool = True) -> Path:
 def tiny_job(
     *, algorithm: dict[str, object] | None = None, train: dict[str, object] | None = None, **rollout: object
 ) -> Job:
-    """An fp32 job with the given settings."""
+    """An fp32 job with the given settings.
+
+    Its large ``eps`` keeps AdamW from blowing up the rounding noise of gradients near 0, so that updates can be compared.
+    """
     raw = {
         "name": "tiny",
         "model": {"path": "tiny", "dtype": "float32"},
         "data": {"task": "products"},
         "rollout": rollout,
         "algorithm": algorithm or {},
-        "train": {"learning_rate": 1e-2, "max_grad_norm": 1e9, "micro_batch_tokens": 64, **(train or {})},
+        "train": {"learning_rate": 1e-2, "max_grad_norm": 1e9, "micro_batch_tokens": 64, "eps": 1e-2, **(train or {})},
     }
     return job_from(raw, file="tiny")
 
@@ -81,29 +84,47 @@ def plain_logprobs(
     return torch.stack([logs[len(prompt) + index - 1, token] for index, token in enumerate(ids)])
 
 
-def plain_loss(model: LlamaForCausalLM, groups: Sequence[Group], job: Job, *, temperature: float = 1.0) -> torch.Tensor:
-    """The first update's loss, token by token; the old policy is the current one, the reference is ``model`` too."""
+Fixed = dict[tuple[int, int, int], float]
+"""A log-prob per (id of group, completion, token): something that an update doesn't change."""
+
+
+def plain_fixed(model: LlamaForCausalLM, groups: Sequence[Group], *, temperature: float = 1.0) -> Fixed:
+    """Log-probs of all tokens under ``model``, as plain numbers."""
+    fixed: Fixed = {}
+    for group in groups:
+        for c, completion in enumerate(group.completions):
+            logs = plain_logprobs(model, group.prompt_ids, completion.tokens["id"].tolist(), temperature=temperature)
+            fixed |= {(id(group), c, index): log.item() for index, log in enumerate(logs)}
+    return fixed
+
+
+def plain_loss(
+    model: LlamaForCausalLM, groups: Sequence[Group], job: Job, *, old: Fixed, reference: Fixed, temperature: float = 1.0
+) -> torch.Tensor:
+    """The loss of one update, token by token."""
     algorithm = job.algorithm
     trained_total = sum(int(c.tokens["flags"].sum()) for g in groups for c in g.completions)
     sequences = sum(len(g.completions) for g in groups)
     total = torch.zeros(())
     for group in groups:
-        for completion, advantage in zip(group.completions, group.advantages_G, strict=True):
-            tokens = completion.tokens
+        for c, completion in enumerate(group.completions):
+            advantage, tokens = group.advantages_G[c], completion.tokens
             logs = plain_logprobs(model, group.prompt_ids, tokens["id"].tolist(), temperature=temperature)
             length = int(tokens["flags"].sum())
             for index, token in enumerate(tokens):
                 if token["flags"] != 1:
                     continue
-                log, fixed = logs[index], logs[index].item()
-                ratio = torch.exp(log - fixed)
+                before = old[id(group), c, index]
+                ratio = torch.exp(logs[index] - before)
                 low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
                 bounded = ratio if low <= ratio.item() <= high else torch.tensor(min(max(ratio.item(), low), high))
                 surrogate = torch.minimum(ratio * advantage, bounded * advantage)
                 cap = algorithm.importance_cap
-                importance = 1.0 if cap is None else min(math.exp(fixed - float(token["logprob"])), cap)
+                importance = 1.0 if cap is None else min(math.exp(before - float(token["logprob"])), cap)
+                difference = reference[id(group), c, index] - logs[index]
+                penalty = algorithm.kl_coef * (torch.exp(difference) - difference - 1)
                 share = 1 / trained_total if algorithm.loss == "token" else 1 / (sequences * length)
-                total = total - share * importance * surrogate
+                total = total + share * (penalty - importance * surrogate)
     return total
 
 

@@ -1,0 +1,84 @@
+"""What a person wants to know of a job, worked out from its record and its progress. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from libs.common.messages import JobProgress, JobRecord, JobState
+
+FIRST_STEPS = 3
+LAST_STEPS = 5
+
+
+class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A job in one row.
+
+    Attributes:
+        status: queued, running, or how it ended.
+        steps: finished. steps_total: of the job.
+        reward: mean of the last finished step. reward_first, reward_last: means of the first 3 and the last 5 steps.
+        tokens_per_s: prompt and completion tokens by the time of all finished steps.
+        mismatch_kl: nats per token between engine and trainer, last step.
+    """
+
+    uid: str
+    name: str
+    status: str
+    phase: str
+    steps: int
+    steps_total: int
+    settled: int
+    expected: int
+    trajectories_trained: int
+    reward: float | None
+    reward_first: float | None
+    reward_last: float | None
+    tokens_per_s: float | None
+    mismatch_kl: float | None
+    evaluations: list[tuple[int, float]]
+    submitted_at: float
+    ended_at: float | None
+    reason: str
+    warnings: list[str]
+    model_dir: str | None
+    tensorboard_dir: str | None
+
+
+def summarise(record: JobRecord, progress: JobProgress | None) -> JobSummary:
+    """One job, whether its trainer has said anything yet or not."""
+    rewards = progress.rewards if progress else []
+    seconds = progress.rollout_s + progress.train_s + progress.other_s if progress else 0.0
+    ended = record.state is JobState.ENDED
+    return JobSummary(
+        uid=record.job_uid,
+        name=record.job.name,
+        status=record.outcome.value if ended and record.outcome else record.state.value,
+        phase="" if ended or progress is None else progress.phase.value,
+        steps=len(rewards),
+        steps_total=record.job.train.steps,
+        settled=progress.settled if progress else 0,
+        expected=progress.expected if progress else 0,
+        trajectories_trained=progress.trained if progress else 0,
+        reward=rewards[-1] if rewards else None,
+        reward_first=_mean(rewards[:FIRST_STEPS]),
+        reward_last=_mean(rewards[-LAST_STEPS:]),
+        tokens_per_s=progress.tokens / seconds if progress and seconds > 0 else None,
+        mismatch_kl=progress.mismatch_kl if progress and rewards else None,
+        evaluations=list(progress.evaluations) if progress else [],
+        submitted_at=record.submitted_at,
+        ended_at=record.ended_at,
+        reason=record.reason,
+        warnings=list(progress.warnings) if progress else [],
+        model_dir=progress.artifacts.get("model") if progress else None,
+        tensorboard_dir=progress.artifacts.get("tensorboard") if progress else None,
+    )
+
+
+def summaries(records: Mapping[str, JobRecord], progress: Mapping[str, JobProgress]) -> list[JobSummary]:
+    """All jobs, in order of submission."""
+    ordered = sorted(records.values(), key=lambda record: (record.submitted_at, record.job_uid))
+    return [summarise(record, progress.get(record.job_uid)) for record in ordered]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

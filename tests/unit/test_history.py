@@ -1,0 +1,86 @@
+"""What a step is summarised as, and what a user is warned of."""
+
+from libs.common.messages import Phase
+from libs.common.store import Record, TrajectoryId, TrajectorySpec
+from libs.common.tokens import PolicyVersion, sampled
+from services.trainer.checkpoints import Kept, droppable
+from services.trainer.history import History, summarise, warnings_of
+
+
+def record(group: int, sample: int, reward: float | None, *, stop: str = "stop", tokens: int = 3) -> Record:
+    spec = TrajectorySpec(
+        id=TrajectoryId("job", group, sample),
+        step=0,
+        prompt="?",
+        prompt_ids=[1],
+        answer="1",
+        row={},
+        seed=0,
+        temperature=1.0,
+        max_new_tokens=8,
+        max_turns=1,
+        max_attempts=3,
+    )
+    return Record(
+        spec=spec,
+        state="failed" if reward is None else "scored",
+        epoch=1,
+        attempts=1,
+        tokens=sampled([1] * tokens, [0.0] * tokens, PolicyVersion(0)),
+        stop_reason=stop,
+        reward=reward,
+    )
+
+
+def test_failed_samples_count_in_nothing() -> None:
+    summary = summarise([[record(0, 0, 1.0), record(0, 1, None, tokens=99)], [record(1, 0, 0.0, tokens=5)]])
+    assert summary.rewards == [1.0, 0.0]
+    assert summary.lengths == [3, 5]
+    assert summary.metrics()["reward/mean"] == 0.5
+    assert summary.metrics()["response_length/max"] == 5
+
+
+def test_mixed_is_the_share_of_groups_with_signal() -> None:
+    groups = [[record(0, 0, 1.0), record(0, 1, 0.0)], [record(1, 0, 1.0), record(1, 1, 1.0)]]
+    assert summarise(groups).mixed == 0.5
+
+
+def test_all_truncated_is_warned_of_and_some_truncated_is_not() -> None:
+    every = summarise([[record(0, 0, 1.0, stop="length"), record(0, 1, 0.0, stop="context")]])
+    some = summarise([[record(0, 0, 1.0, stop="length"), record(0, 1, 0.0)]])
+    assert "all_truncated" in warnings_of(every, {})
+    assert "all_truncated" not in warnings_of(some, {})
+
+
+def test_constant_reward_and_zero_loss_are_warned_of() -> None:
+    constant = summarise([[record(0, 0, 0.5), record(0, 1, 0.5)]])
+    assert "constant_reward" in warnings_of(constant, {})
+    assert "zero_loss" in warnings_of(constant, {"loss/policy": 0.0, "grad_norm": 0.0})
+    assert "zero_loss" not in warnings_of(constant, {"loss/policy": 0.0, "grad_norm": 0.3})
+
+
+def test_a_warning_comes_once() -> None:
+    history = History()
+    assert history.warn({"a": "text"}) == ["text"]
+    assert history.warn({"a": "text", "b": "other"}) == ["other"]
+
+
+def test_progress_carries_the_curves() -> None:
+    history = History(rewards=[0.1, 0.2], trained=8)
+    history.warn({"a": "text"})
+    told = history.progress(
+        sender="t", job_uid="j", phase=Phase.TRAIN, step=2, steps=5, counts=(3, 4), artifacts={"model": "/m"}
+    )
+    assert (told.rewards, told.trained, told.warnings) == ([0.1, 0.2], 8, ["text"])
+    assert (told.settled, told.expected) == (3, 4)
+
+
+def test_newest_and_best_checkpoints_are_kept() -> None:
+    kept = [Kept(10, 0.9), Kept(20, 0.2), Kept(30, 0.4), Kept(40, 0.3)]
+    assert droppable(kept, keep_last=1, keep_best=1) == [20, 30]
+    assert droppable(kept, keep_last=2, keep_best=0) == [10, 20]
+
+
+def test_of_equally_good_checkpoints_the_first_is_best_and_unjudged_ones_go() -> None:
+    kept = [Kept(10, 0.5), Kept(20, 0.5), Kept(30, None), Kept(40, None)]
+    assert droppable(kept, keep_last=1, keep_best=1) == [20, 30]

@@ -1,0 +1,240 @@
+"""The turn loop against a scripted engine and an in-memory store: which turns it asks for, what it stores, how it ends."""
+
+import asyncio
+import pytest
+
+from libs.common.chat import ChatMessage, ChatTokenizer
+from libs.common.group_commit import GroupCommit
+from libs.common.job import Job, job_from
+from libs.common.store import Append, Claim, Fail, Finish, TrajectoryId, TrajectorySpec, Write
+from libs.common.tokens import TRAINED, PolicyVersion, TokenArray, join, observed, sampled
+from libs.environments.protocol import Conversation, Done, EnvironmentFailed, Observation
+from services.rollout.engine import StopReason, TurnRequest
+from services.rollout.runner import EngineLost, Tools, Trajectory
+from tests.tiny_model import build_tiny_model
+
+V = PolicyVersion(3, 1)
+
+
+class FakeStore:
+    """Accepts every write."""
+
+    def __init__(self) -> None:
+        self.writes: list[Write] = []
+
+    async def write(self, writes: list[Write]) -> list[int]:
+        self.writes += writes
+        return [1] * len(writes)
+
+
+class FakeEngine:
+    """Plays turns from a list of (ids, stop reason)."""
+
+    max_context = 200
+    version = V
+
+    def __init__(self, turns: list[tuple[list[int], StopReason]]) -> None:
+        self._turns = turns
+        self.requests: list[TurnRequest] = []
+        self.trajectory: Trajectory | None = None
+
+    async def begin(self, request: TurnRequest) -> None:
+        self.requests.append(request)
+        if not self._turns:
+            raise EngineLost("it died")
+        ids, stopped = self._turns.pop(0)
+        assert self.trajectory is not None
+        self.trajectory.take(ids=ids, logprobs=[-0.5] * len(ids), version=V, stopped=stopped)
+
+
+class FakeEnvironment:
+    """Answers from a list; an exception in it is raised."""
+
+    def __init__(self, answers: list[Observation | Done | Exception], *, wait_s: float = 0.0) -> None:
+        self._answers, self._wait_s = answers, wait_s
+        self.heard: list[Conversation] = []
+
+    def opening(self, **_: object) -> list[ChatMessage]:
+        return []
+
+    async def respond(self, conversation: Conversation) -> Observation | Done:
+        self.heard.append(conversation)
+        await asyncio.sleep(self._wait_s)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer(build_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def job(**rollout: object) -> Job:
+    raw = {"name": "t", "model": {"path": "m"}, "data": {"path": "d.jsonl"}, "environment": {"name": "scripted"}}
+    return job_from({**raw, "rollout": {"max_turns": 3, **rollout}}, file="t")
+
+
+class Played:
+    """One trajectory played to its end."""
+
+    def __init__(self, engine: FakeEngine, environment: FakeEnvironment, writes: list[Write]) -> None:
+        self.engine, self.environment, self.writes = engine, environment, writes
+
+    @property
+    def end(self) -> Write:
+        return self.writes[-1]
+
+    @property
+    def stored(self) -> TokenArray:
+        parts = [write.tokens for write in self.writes if isinstance(write, Append | Finish)]
+        return join(*parts)
+
+
+async def play(
+    chat: ChatTokenizer,
+    turns: list[tuple[list[int], StopReason]],
+    answers: list[Observation | Done | Exception],
+    *,
+    before: TokenArray | None = None,
+    wait_s: float = 0.0,
+    **rollout: object,
+) -> Played:
+    settings = job(**rollout)
+    spec = TrajectorySpec(
+        id=TrajectoryId("job", 1, 2),
+        step=0,
+        prompt="?",
+        prompt_ids=[5, 6, 7],
+        answer="a",
+        row={"k": 1},
+        seed=11,
+        temperature=1.0,
+        max_new_tokens=settings.rollout.max_new_tokens,
+        max_turns=settings.rollout.max_turns,
+        max_attempts=3,
+    )
+    store, engine, environment = FakeStore(), FakeEngine(turns), FakeEnvironment(answers, wait_s=wait_s)
+    commits = GroupCommit(store)  # type: ignore[arg-type]  # a fake store
+    committing = asyncio.create_task(commits.run())
+    claim = Claim(spec, 4, 2, join() if before is None else before)
+    trajectory = Trajectory(claim, Tools(settings, engine, chat, environment, commits))
+    engine.trajectory = trajectory
+    await trajectory.run()
+    committing.cancel()
+    return Played(engine, environment, store.writes)
+
+
+async def test_one_turn_and_done(chat: ChatTokenizer) -> None:
+    eos = chat.eos_ids[0]
+    played = await play(chat, [([40, 41, eos], StopReason.STOP)], [Done()])
+    assert isinstance(played.end, Finish)
+    assert (played.end.stop_reason, played.end.turns, played.end.epoch) == ("stop", 1, 4)
+    assert played.end.text == chat.decode([40, 41])
+    assert played.stored["id"].tolist() == [40, 41, eos]
+    assert played.stored["logprob"].tolist() == [-0.5] * 3
+    assert set(played.stored["step"].tolist()) == {3}
+    assert played.environment.heard[0].turns == [chat.decode([40, 41])]
+
+
+async def test_an_observation_opens_another_turn_with_what_is_left_of_the_budget(chat: ChatTokenizer) -> None:
+    eos = chat.eos_ids[0]
+    told = Observation([ChatMessage("user", "are you sure")])
+    turns = [([40, eos], StopReason.STOP), ([42, 43, eos], StopReason.STOP)]
+    played = await play(chat, turns, [told, Done()], max_new_tokens=10)
+    added = chat.observation_ids(told.messages, turn_closed=True)
+    first, second = played.engine.requests
+    assert (first.max_new_tokens, first.token_ids, first.turn_start) == (10, [], 0)
+    assert (second.max_new_tokens, second.turn_start) == (8, 2 + len(added))
+    assert list(second.token_ids) == [40, eos, *added]
+    trained = (played.stored["flags"] & TRAINED).astype(bool).tolist()
+    assert trained == [True] * 2 + [False] * len(added) + [True] * 3
+
+
+async def test_lengths_that_writes_expect_follow_each_other(chat: ChatTokenizer) -> None:
+    eos = chat.eos_ids[0]
+    turns = [([40, eos], StopReason.STOP), ([42, eos], StopReason.STOP)]
+    played = await play(chat, turns, [Observation([ChatMessage("user", "x")]), Done()])
+    at = 0
+    for write in played.writes:
+        assert isinstance(write, Append | Finish)
+        assert write.expected_length == at
+        at += len(write.tokens)
+
+
+async def test_a_turn_cut_by_the_budget_ends_truncated_without_asking(chat: ChatTokenizer) -> None:
+    played = await play(chat, [([40] * 4, StopReason.LENGTH)], [], max_new_tokens=4)
+    assert isinstance(played.end, Finish)
+    assert played.end.stop_reason == "length"
+    assert played.environment.heard == []
+
+
+async def test_the_last_allowed_turn_isnt_answered(chat: ChatTokenizer) -> None:
+    eos = chat.eos_ids[0]
+    played = await play(chat, [([40, eos], StopReason.STOP)], [], max_turns=1)
+    assert isinstance(played.end, Finish)
+    assert played.environment.heard == []
+
+
+async def test_taking_over_in_the_middle_of_a_turn(chat: ChatTokenizer) -> None:
+    eos = chat.eos_ids[0]
+    before = sampled([40, 41], [-0.1, -0.2], PolicyVersion(1))
+    played = await play(chat, [([42, eos], StopReason.STOP)], [Done()], before=before, max_new_tokens=10)
+    (request,) = played.engine.requests
+    assert (list(request.token_ids), request.max_new_tokens, request.turn_start) == ([40, 41], 8, 0)
+    assert played.stored["id"].tolist() == [42, eos]  # only what is new is written
+    assert isinstance(played.end, Finish)
+    assert played.end.text == chat.decode([40, 41, 42])
+
+
+async def test_taking_over_after_a_finished_turn_asks_the_environment(chat: ChatTokenizer) -> None:
+    before = sampled([40, chat.eos_ids[0]], [-0.1, -0.2], V)
+    played = await play(chat, [], [Done()], before=before)
+    assert played.engine.requests == []
+    assert isinstance(played.end, Finish)
+
+
+async def test_taking_over_after_an_observation_begins_the_next_turn(chat: ChatTokenizer) -> None:
+    eos = chat.eos_ids[0]
+    before = join(sampled([40, eos], [-0.1, -0.2], V), observed([50, 51], V))
+    played = await play(chat, [([42, eos], StopReason.STOP)], [Done()], before=before, max_new_tokens=10)
+    assert played.engine.requests[0].turn_start == 4
+    assert played.engine.requests[0].max_new_tokens == 8
+    assert len(played.environment.heard[0].turns) == 2
+
+
+async def test_taking_over_at_the_limit_finishes_as_truncated(chat: ChatTokenizer) -> None:
+    played = await play(chat, [], [], before=sampled([40] * 4, [0.0] * 4, V), max_new_tokens=4)
+    assert played.engine.requests == []
+    assert isinstance(played.end, Finish)
+    assert played.end.stop_reason == "length"
+
+
+async def test_an_environment_that_breaks_fails_the_attempt_and_allows_another(chat: ChatTokenizer) -> None:
+    played = await play(chat, [([40, chat.eos_ids[0]], StopReason.STOP)], [EnvironmentFailed("tool is down")])
+    assert isinstance(played.end, Fail)
+    assert "tool is down" in played.end.error
+    assert played.end.backoff_ms
+
+
+async def test_an_engine_that_dies_fails_the_attempt_and_allows_another(chat: ChatTokenizer) -> None:
+    played = await play(chat, [], [])
+    assert isinstance(played.end, Fail)
+    assert "it died" in played.end.error
+    assert played.end.backoff_ms
+
+
+async def test_a_deadline_is_final(chat: ChatTokenizer) -> None:
+    turn = ([40, chat.eos_ids[0]], StopReason.STOP)
+    played = await play(chat, [turn], [Done()], wait_s=5.0, deadline_s=0.05)
+    assert isinstance(played.end, Fail)
+    assert "deadline" in played.end.error
+    assert played.end.backoff_ms is None
+
+
+async def test_a_full_context_ends_the_trajectory(chat: ChatTokenizer) -> None:
+    before = join(sampled([40, chat.eos_ids[0]], [0.0, 0.0], V), observed([50] * 200, V))
+    played = await play(chat, [], [], before=before, max_new_tokens=1000)
+    assert isinstance(played.end, Finish)
+    assert played.end.stop_reason == "context"
