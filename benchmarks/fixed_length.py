@@ -30,13 +30,13 @@ PROMPTS = DataSection(
 """The demo's prompts: reasoning-gym's products of two digits, 80 of the 100."""
 
 
-def endless_model(folder: Path) -> Path:
-    """A copy of the model that doesn't end its answers; its weights are links to the original's.
+def endless_model(folder: Path, *, source: Path | None = None) -> Path:
+    """A copy of the model (``source``: of another one) that doesn't end its answers; its weights are links.
 
     Raises:
         JigsawError: the tokenizer lacks the token.
     """
-    source = resolve_model(MODEL)
+    source = source or resolve_model(MODEL)
     target = folder / "endless"
     target.mkdir(parents=True)
     for file in source.iterdir():

@@ -94,7 +94,7 @@ def rows_of(metrics: bytes) -> list[StepRow]:
         JigsawError: a line isn't what the trainer writes.
     """
     try:
-        lines = [msgspec.json.decode(line, type=dict[str, float]) for line in metrics.splitlines()]
+        lines = [msgspec.json.decode(line, type=dict[str, int | float]) for line in metrics.splitlines()]
         return [msgspec.convert(line, StepRow) for line in lines if "time/step" in line]
     except msgspec.MsgspecError as error:
         raise JigsawError(f"metrics.jsonl isn't what this benchmark reads: {error}") from None

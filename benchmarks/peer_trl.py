@@ -21,7 +21,7 @@ import msgspec
 from benchmarks.fixed_length import endless_model, write_prompts
 from benchmarks.node_jobs import fresh_home, on_node, run_job
 from benchmarks.processes import PeakMemory
-from benchmarks.report import Readings, Report, parser, ratios
+from benchmarks.report import Readings, Report, parser, ratios, run_as_command
 from libs.common.errors import JigsawError
 from libs.common.job import Job, job_from
 from services.trainer.process import ALLOCATOR_ENVIRONMENT, usable_cores
@@ -237,4 +237,4 @@ def _speed(run: Run) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_as_command(main)

@@ -45,7 +45,7 @@ def members(root: int | None = None) -> list[Member]:
     found: dict[int, Member] = {}
     for process in psutil.Process(root).children(recursive=True):
         try:
-            role = _role(process.cmdline())
+            role = _SERVERS.get(process.name()) or _role(process.cmdline())
             parent = found.get(process.ppid())
         except psutil.NoSuchProcess:
             continue
@@ -172,10 +172,7 @@ def _sample(processes: Iterable[Member], *, main_thread: bool) -> Sample:
 
 
 def _role(command: list[str]) -> str:
-    """The role that a command line tells, or ""."""
-    for server, role in _SERVERS.items():
-        if any(part.endswith(server) for part in command[:1]):
-            return role
+    """The role that a Python command line tells, or ""."""
     if "-m" not in command:
         return ""
     module = command[command.index("-m") + 1 :][:1]

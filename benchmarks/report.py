@@ -11,7 +11,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -171,6 +171,14 @@ def parser(benchmark: str, description: str) -> argparse.ArgumentParser:
     arguments.add_argument("--quick", action="store_true", help="few repeats: whether it works, not how fast it is")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
     return arguments
+
+
+def run_as_command(main: Callable[[], None]) -> None:
+    """Run a benchmark's ``main``; what goes wrong is one line and exit code 1."""
+    try:
+        main()
+    except JigsawError as error:
+        sys.exit(f"error: {error}")
 
 
 def _number(value: float) -> str:

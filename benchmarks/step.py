@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks import rollout_speed, step_shares, trainer_speed
 from benchmarks.fixed_length import endless_model
-from benchmarks.report import Report, parser
+from benchmarks.report import Report, parser, run_as_command
 
 PARTS = ("shares", "rollout", "trainer", "idle")
 
@@ -68,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_as_command(main)

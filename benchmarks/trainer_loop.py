@@ -1,8 +1,8 @@
 """The trainer against a bare loop, in one process, in turn: seconds of a step over the same micro-batches.
 
-``python -m benchmarks.trainer_loop``, started by :mod:`benchmarks.trainer_speed` with the environment of a training process. The bare
-loop is what one would write by hand: the stock model with fp32 weights under bf16 autocast, logits at trained positions, the
-plain policy-gradient loss, clipping, fused AdamW. It computes nothing else: no log-prob mismatch, no ratio, no metrics.
+``python -m benchmarks.trainer_loop``, started by :mod:`benchmarks.trainer_speed` with a training process's environment. The
+bare loop is what one would write by hand: the stock model with fp32 weights under bf16 autocast, logits at trained positions
+only, the plain policy-gradient loss, clipping, fused AdamW. It computes nothing else: no mismatch, no ratio, no metrics.
 """
 
 import sys

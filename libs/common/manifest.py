@@ -30,29 +30,39 @@ def complete_or_invisible(target: Path, *, durable: bool) -> Iterator[Path]:
     """A temporary directory to write into, which becomes ``target`` with a manifest when the block ends well.
 
     Args:
-        target: must not exist yet, or is replaced.
+        target: what is there already is replaced; a kill in that instant leaves it beside (see :func:`recover`).
         durable: fsync everything before the rename, so that it survives a power cut.
 
     Raises:
         JigsawError: no space or not writable; the temporary directory is gone and ``target`` untouched.
     """
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
+    partial, replaced = _beside(target, "partial"), _beside(target, "replaced")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        _write_manifest(aside)
+        partial.mkdir(parents=True)
+        yield partial
+        _write_manifest(partial)
         if durable:
-            for path in [*aside.iterdir(), aside]:
+            for path in [*partial.iterdir(), partial]:
                 _sync(path)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        partial.rename(target)
         if durable:
             _sync(target.parent)
     except OSError as error:
         raise JigsawError(f"{target} can't be written: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(target: Path) -> None:
+    """Put back a directory whose replacement was cut short between its two renames."""
+    replaced = _beside(target, "replaced")
+    if not target.exists() and replaced.exists():
+        replaced.rename(target)
 
 
 def digest(directory: Path) -> str:
@@ -83,6 +93,11 @@ def verify(directory: Path, *, contents: bool) -> None:
             raise JigsawError(f"{path} is missing or has the wrong size")
         if contents and _sha256(path) != entry.sha256:
             raise JigsawError(f"{path} is damaged: its sha256 differs from the manifest")
+
+
+def _beside(directory: Path, role: str) -> Path:
+    """A hidden sibling of the directory, on the same file system."""
+    return directory.with_name(f".{directory.name}.{role}")
 
 
 def _write_manifest(directory: Path) -> None:

@@ -70,7 +70,10 @@ class PolicyStore:
         return folder
 
     def prune(self, job_uid: str, *, keep: Collection[PolicyVersion]) -> None:
-        """Delete all versions of a job but these."""
+        """Delete all versions of a job but these; without any to keep, the job's whole folder."""
+        if not keep and self._local is not None:
+            shutil.rmtree(self._mirror / job_uid, ignore_errors=True)
+            return
         kept = {str(version) for version in keep}
         for folder in (self._mirror / job_uid).glob("[0-9]*"):
             if folder.name not in kept:

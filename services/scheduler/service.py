@@ -16,9 +16,10 @@ from redis.exceptions import RedisError
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.bus import Delivery, Table
+from libs.common.bus import Delivery
 from libs.common.errors import TransitionError
 from libs.common.service import Context, now
+from libs.common.tables import Table
 from services.scheduler import commands as c
 from services.scheduler import events as e
 from services.scheduler.core import Limits, Scheduler

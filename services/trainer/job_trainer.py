@@ -20,30 +20,23 @@ from libs.common.blobs import download
 from libs.common.bus import Puller
 from libs.common.errors import JigsawError
 from libs.common.job import DataSection, Job
-from libs.common.manifest import complete_or_invisible
 from libs.common.messages import Phase
 from libs.common.models import context_length, resolve_model
-from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
-from libs.common.store import Record, TrajectoryId
+from libs.common.store import Record
 from libs.common.tokens import PolicyVersion
 from libs.environments.registry import make_environment
 from services.trainer import wire
-from services.trainer.checkpoints import Checkpoints
 from services.trainer.compute_link import ComputeLink
 from services.trainer.gather import Gatherer
 from services.trainer.history import TRUNCATED_BY, History, StepSummary, summarise, warnings_of
 from services.trainer.job_data import JobData
+from services.trainer.publication import Publication
 from services.trainer.run_log import RunLog
 from services.trainer.steps import StepLedger, is_evaluation_step
 
 CONSUMER_PATIENCE_S = 30.0
-KEEP_POLICIES = 2
 TELL_S = 0.5
-
-
-class Superseded(JigsawError):
-    """Another trainer holds this job now; this one ends without a word."""
 
 
 class JobTrainer:
@@ -51,17 +44,16 @@ class JobTrainer:
 
     Args:
         compute: a running training process that hasn't loaded anything yet.
+        publication: of this life, with its incarnation.
     """
 
-    def __init__(self, context: Context, record: m.JobRecord, *, compute: ComputeLink, policies: PolicyStore) -> None:
-        self._context, self._record, self._compute, self._policies = context, record, compute, policies
+    def __init__(self, context: Context, record: m.JobRecord, *, compute: ComputeLink, publication: Publication) -> None:
+        self._context, self._record, self._compute, self._publication = context, record, compute, publication
         self._uid, self._log = record.job_uid, context.log.bind(job=record.job_uid)
         self._folder = context.settings.job_folder(self._uid)
-        self._checkpoints = Checkpoints(self._folder / "checkpoints")
         self._history = History()
         self._ledger = StepLedger(step=0, replacements=0)
-        self._phase, self._step, self._incarnation = Phase.STARTING, 0, 0
-        self._retained: list[TrajectoryId] = []
+        self._phase, self._step = Phase.STARTING, 0
         self._job: Job = record.job
         self._told_at, self._tell_wanted = 0.0, anyio.Event()
 
@@ -77,7 +69,6 @@ class JobTrainer:
             Superseded: another trainer took the job.
             JigsawError: the job can't go on, for the reason given.
         """
-        self._incarnation = await self._context.store.hold_job(self._uid, owner=self._context.instance)
         await self._tell()
         self._job = await self._with_local_data(self._record.job)
         model = await anyio.to_thread.run_sync(resolve_model, self._job.model.path)
@@ -93,11 +84,11 @@ class JobTrainer:
         )
         settled = await self._settled()
         try:
-            policy = await self._publish_policy(ready.step)
+            policy = await self._publication.policy(ready.step)
             for step in range(ready.step, self._job.train.steps):
                 policy = await self._do_step(step, policy, data=data, gatherer=gatherer, settled=settled, log=log)
             await self._final_evaluation(policy, data=data, gatherer=gatherer, settled=settled, log=log)
-            await self._write_model()
+            await self._publication.model()
             self._phase = Phase.DONE
             await self._tell()
         finally:
@@ -131,7 +122,7 @@ class JobTrainer:
 
     async def _load(self, model: Path, data: JobData) -> wire.Ready:
         """Load the compute side, from the newest checkpoint if there is one."""
-        newest = self._checkpoints.newest()
+        newest = self._publication.checkpoints.newest()
         ready = await self._compute.load(
             self._job,
             model=str(model),
@@ -187,9 +178,9 @@ class JobTrainer:
         for warning in self._history.warn(warnings_of(summary, metrics)):
             self._log.warning("attention", step=step, message=warning)
         publishing = time.monotonic()
-        policy = await self._publish_policy(step + 1)
+        policy = await self._publication.policy(step + 1)
         published = time.monotonic()
-        self._retained += [record.spec.id for record in training]
+        self._publication.retain([record.spec.id for record in training])
         self._history.rollout_s += gathered - started
         self._history.train_s += trained - gathered
         self._history.other_s += time.monotonic() - trained
@@ -236,12 +227,16 @@ class JobTrainer:
         summary = summarise(groups)
         flat = [record for group in groups for record in group]
         self._history.rewards.append(sum(summary.rewards) / len(summary.rewards) if summary.rewards else 0.0)
-        self._history.tokens += sum(len(record.spec.prompt_ids) + len(record.tokens) for record in flat)
+        self._history.tokens += self._tokens(flat)
         self._history.completion_tokens += sum(len(record.tokens) for record in flat)
         self._history.failed += sum(record.state == "failed" for record in flat)
         self._history.truncated += sum(record.stop_reason in TRUNCATED_BY for record in flat)
         self._history.retries += sum(record.attempts - 1 for record in flat if record.attempts > 1)
         return summary
+
+    def _tokens(self, records: list[Record]) -> int:
+        """Prompt and completion tokens."""
+        return sum(len(record.spec.prompt_ids) + len(record.tokens) for record in records)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -259,7 +254,7 @@ class JobTrainer:
             mean = sum(rewards) / len(rewards)
             self._history.evaluations.append((step, mean))
             metrics["eval/reward_mean"] = mean
-        self._retained += [record.spec.id for record in records]
+        self._publication.retain([record.spec.id for record in records])
 
     async def _final_evaluation(
         self, policy: PolicyVersion, *, data: JobData, gatherer: Gatherer, settled: Puller, log: RunLog
@@ -276,57 +271,14 @@ class JobTrainer:
         await self._account_evaluation(gatherer, steps, metrics)
         await anyio.to_thread.run_sync(lambda: log.scalars(steps, metrics))
 
-    # --- what outlives the step --------------------------------------------------------------------------------------
-
-    async def _publish_policy(self, step: int) -> PolicyVersion:
-        """Write the policy after ``step`` updates and move the job's pointer to it.
-
-        Raises:
-            Superseded: the pointer is at a newer incarnation's version.
-        """
-        version = PolicyVersion(step, self._incarnation)
-        with self._policies.writing(self._uid, version) as folder:
-            await self._compute.write_policy(str(folder))
-        digest = await anyio.to_thread.run_sync(lambda: self._policies.digest(self._uid, version))
-        published = m.PolicyPublished(
-            sender=self._context.instance,
-            job_uid=self._uid,
-            version=version,
-            url=self._policies.url(self._uid, version),
-            digest=digest,
-        )
-        table = await self._context.bus.table(m.PolicyPublished)
-        current = await table.entry(self._uid)
-        if current is not None and current.value is not None and current.value.version.incarnation > self._incarnation:
-            raise Superseded(f"job {self._uid} is held by another trainer")
-        expected = current.revision if current is not None else 0
-        if not await table.swap(self._uid, published, expected_revision=expected):
-            raise Superseded(f"job {self._uid}: the policy pointer was moved by another trainer")
-        keep = [version] if current is None or current.value is None else [version, current.value.version]
-        await anyio.to_thread.run_sync(lambda: self._policies.prune(self._uid, keep=keep[:KEEP_POLICIES]))
-        return version
-
     async def _checkpoint_if_due(self, step: int, data: JobData) -> None:
-        """Checkpoint, then forget the records that it includes; the order is what makes a crash harmless."""
         train = self._job.train
         if step % train.checkpoint_every != 0 and step != train.steps:
             return
         extra: dict[str, Any] = {"position": data.position, "history": msgspec.to_builtins(self._history)}
-        seconds = await self._compute.write_checkpoint(str(self._checkpoints.path(step)), extra=extra)
-        self._log.info("checkpoint", step=step, seconds=round(seconds, 1))
-        await self._context.store.forget(self._retained)
-        self._retained = []
         rewards = dict(self._history.evaluations) or dict(enumerate(self._history.rewards, start=1))
-
-        def prune() -> None:
-            self._checkpoints.prune(rewards, keep_last=train.keep_last, keep_best=train.keep_best)
-
-        await anyio.to_thread.run_sync(prune)
-
-    async def _write_model(self) -> None:
-        """The trained model, in Hugging Face format, where the final table says."""
-        with complete_or_invisible(self._folder / "model", durable=True) as folder:
-            await self._compute.write_policy(str(folder))
+        seconds = await self._publication.checkpoint(step, extra=extra, rewards=rewards, train=train)
+        self._log.info("checkpoint", step=step, seconds=round(seconds, 1))
 
     # --- telling -----------------------------------------------------------------------------------------------------
 

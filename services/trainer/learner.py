@@ -254,6 +254,8 @@ class Learner:
     def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Save everything that resuming needs, durably, together with the caller's own plain data.
 
+        The directory is a model in Hugging Face format as well: the fp32 masters with the source's config and tokenizer.
+
         Raises:
             JigsawError: it can't be written; an earlier checkpoint is intact.
         """
@@ -265,18 +267,19 @@ class Learner:
         }
         checkpoint.save(
             directory,
-            tensors={"weights": {n: m.detach() for n, m in self.policy.masters.items()}, "optimiser": moments},
+            tensors={"model": {n: m.detach() for n, m in self.policy.masters.items()}, "optimiser": moments},
             state={
                 "step": self.step,
                 "bad_updates": self._bad_updates,
                 "random": randomness.capture(),
                 "extra": self.extra,
             },
+            companions=self.policy.write_companions,
         )
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint."""
-        self.policy.load_masters(saved.tensors["weights"])
+        self.policy.load_masters(saved.tensors["model"])
         for name, value in saved.tensors["optimiser"].items():
             key, _, parameter = name.partition("/")
             master = self.policy.masters[parameter]

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from libs.common.errors import ModelError
+from libs.common.manifest import MANIFEST
 from services.trainer import attention
 from services.trainer.batches import MicroBatch
 from services.trainer.head import HeadGradient, Scores, Slope, score
@@ -158,15 +159,20 @@ class Policy:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
             (directory / "model.safetensors").chmod(0o644)  # safetensors makes it private; engines may be other users
-            for source in self.directory.iterdir():
-                if source.is_file() and not ({*source.suffixes} & WEIGHT_SUFFIXES) and source.name != "config.json":
-                    shutil.copyfile(source, directory / source.name)
-            config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
-            config.pop("torch_dtype", None)
-            config["dtype"] = str(self.dtype).removeprefix("torch.")
-            (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+            self.write_companions(directory, dtype=self.dtype)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the policy can't be written to {directory}: {error}") from error
+
+    def write_companions(self, directory: Path, *, dtype: torch.dtype = torch.float32) -> None:
+        """What makes weights of this ``dtype`` a model that others load: config, tokenizer and generation settings."""
+        for source in self.directory.iterdir():
+            ours = source.name in ("config.json", MANIFEST) or {*source.suffixes} & WEIGHT_SUFFIXES
+            if source.is_file() and not ours:
+                shutil.copyfile(source, directory / source.name)
+        config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _load(directory: Path, *, dtype: torch.dtype) -> Any:

@@ -1,5 +1,6 @@
 """The trainer service: follows its allocations, and runs the step loop of each job that it holds one for."""
 
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -12,7 +13,8 @@ from libs.common.policy_store import PolicyStore
 from libs.common.service import Context, heartbeat, now
 from services.trainer import wire
 from services.trainer.compute_link import ComputeFailed, ComputeLink, ComputeLost
-from services.trainer.job_trainer import JobTrainer, Superseded
+from services.trainer.job_trainer import JobTrainer
+from services.trainer.publication import Publication, Superseded
 
 LIVES = 3
 """Training processes that may die in a row without a step between them before the job fails."""
@@ -24,6 +26,7 @@ async def serve(context: Context) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(heartbeat, context, service.presence)
         tasks.start_soon(service.follow_allocations, tasks)
+        tasks.start_soon(service.tidy)
         await context.stopping.wait()
         tasks.cancel_scope.cancel()
 
@@ -114,6 +117,13 @@ class TrainerService:
         finally:
             del self._jobs[record.job_uid]
 
+    async def tidy(self) -> None:
+        """Delete the policy versions of jobs that have ended; their checkpoints and models stay."""
+        table = await self._context.bus.table(m.JobRecord)
+        async for change in table.watch():
+            if change.value is None or change.value.state is m.JobState.ENDED:
+                await anyio.to_thread.run_sync(partial(self._policies.prune, change.key, keep=()))
+
     async def _outcome(self, record: m.JobRecord, job: HeldJob) -> m.TrainingEnded:
         deaths = 0
         outcome, reason = m.Outcome.FAILED, ""
@@ -144,7 +154,14 @@ class TrainerService:
         async with anyio.create_task_group() as tasks:
             compute = await ComputeLink.start(cores=cores, on_micro_batch=report, log=self._context.log)
             job.compute = compute
-            trainer = JobTrainer(self._context, record, compute=compute, policies=self._policies)
+            publication = Publication(
+                self._context,
+                record.job_uid,
+                incarnation=await self._context.store.hold_job(record.job_uid, owner=self._context.instance),
+                compute=compute,
+                policies=self._policies,
+            )
+            trainer = JobTrainer(self._context, record, compute=compute, publication=publication)
             try:
                 await job.apply()
                 tasks.start_soon(trainer.keep_telling)

@@ -91,5 +91,5 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeUnderTest]:
         yield under_test
     finally:
         under_test.jigsaw("down")
-        gone, alive = psutil.wait_procs(processes, timeout=10)
+        _, alive = psutil.wait_procs(processes, timeout=10)
         assert not alive, f"left behind: {alive}"

@@ -164,7 +164,7 @@ async def test_watch_tells_what_is_there_and_what_changes(bus: Bus) -> None:
 
 
 async def test_a_renewed_watch_repeats_nothing_and_misses_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libs.common.bus.REWATCH_S", 0.3)
+    monkeypatch.setattr("libs.common.tables.REWATCH_S", 0.3)
     table = await bus.table(m.PolicyPublished)
     await table.put("kept", policy("kept", 0))
     heard: list[tuple[str, int | None]] = []

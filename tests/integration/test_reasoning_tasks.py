@@ -5,9 +5,9 @@ import pytest
 from libs.common.errors import DataError
 from libs.common.job import DataSection, RewardSection
 from libs.datasets.load import check, load
-from services.reward.pool import ScorerPool
 from libs.rewards.resolve import resolve
 from libs.rewards.scorers import reasoning_gym as scorer
+from services.reward.pool import ScorerPool
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym isn't installed")
 

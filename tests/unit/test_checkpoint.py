@@ -50,7 +50,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
 def test_a_full_disk_is_reported_and_leaves_the_last_one_intact(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "3", tensors=tensors(1.0), state=STATE)
     for target in ("3", "4"):
-        with disk_full_after(100_000), pytest.raises(JigsawError, match=f"checkpoint .*{target} can't be written"):
+        with disk_full_after(100_000), pytest.raises(JigsawError, match=f"{target} can't be written"):
             checkpoint.save(tmp_path / target, tensors=tensors(2.0), state=STATE)
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
     assert checkpoint.load(tmp_path / "3").tensors["weights"]["a"][0, 0] == 1.0
@@ -73,14 +73,14 @@ def test_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:
         checkpoint.load(tmp_path / "3")
 
 
-@pytest.mark.parametrize("manifest", [None, b"{", b'{"format": 99, "files": {}}'])
+@pytest.mark.parametrize("manifest", [None, b"{", b'{"format": 99}'])
 def test_no_checkpoint_or_an_unknown_one_is_refused(tmp_path: Path, manifest: bytes | None) -> None:
     checkpoint.save(tmp_path / "3", tensors=tensors(), state=STATE)
     if manifest is None:
         (tmp_path / "3" / "manifest.json").unlink()
     else:
         (tmp_path / "3" / "manifest.json").write_bytes(manifest)
-    with pytest.raises(JigsawError, match="checkpoint"):
+    with pytest.raises(JigsawError, match="not complete"):
         checkpoint.load(tmp_path / "3")
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from libs.common.errors import RewardError
 from libs.common.job import RewardSection
-from services.reward.pool import ScorerPool
 from libs.rewards.resolve import Scorer, resolve
 from libs.rewards.score import Outcome
+from services.reward.pool import ScorerPool
 
 PLUGIN = '''
 import os, re, signal, sys, time

@@ -1,6 +1,7 @@
 """The turn loop against a scripted engine and an in-memory store: which turns it asks for, what it stores, how it ends."""
 
 import asyncio
+
 import pytest
 
 from libs.common.chat import ChatMessage, ChatTokenizer

@@ -1,0 +1,97 @@
+"""What a job's trainer leaves outside itself: policy versions, checkpoints, the trained model.
+
+The order is what makes a crash harmless: a policy is complete before the pointer moves to it, and records are forgotten only
+once a durable checkpoint includes them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from libs.common import messages as m
+from libs.common.errors import JigsawError
+from libs.common.job import TrainSection
+from libs.common.manifest import complete_or_invisible
+from libs.common.policy_store import PolicyStore
+from libs.common.service import Context
+from libs.common.store import TrajectoryId
+from libs.common.tokens import PolicyVersion
+from services.trainer.checkpoints import Checkpoints
+from services.trainer.compute_link import ComputeLink
+
+
+class Superseded(JigsawError):
+    """Another trainer holds this job now; this one ends without a word."""
+
+
+class Publication:
+    """Publishes for one life of a job's trainer.
+
+    Args:
+        incarnation: of this life; part of every version that it publishes.
+    """
+
+    def __init__(
+        self, context: Context, job_uid: str, *, incarnation: int, compute: ComputeLink, policies: PolicyStore
+    ) -> None:
+        self._context, self._uid, self._incarnation = context, job_uid, incarnation
+        self._compute, self._policies = compute, policies
+        self._folder = context.settings.job_folder(job_uid)
+        self.checkpoints = Checkpoints(self._folder / "checkpoints")
+        self._retained: list[TrajectoryId] = []
+
+    async def policy(self, step: int) -> PolicyVersion:
+        """Write the policy after ``step`` updates and move the job's pointer to it.
+
+        Raises:
+            Superseded: the pointer is at a newer incarnation's version.
+        """
+        version = PolicyVersion(step, self._incarnation)
+        with self._policies.writing(self._uid, version) as folder:
+            await self._compute.write_policy(str(folder))
+        published = m.PolicyPublished(
+            sender=self._context.instance,
+            job_uid=self._uid,
+            version=version,
+            url=self._policies.url(self._uid, version),
+            digest=self._policies.digest(self._uid, version),
+        )
+        table = await self._context.bus.table(m.PolicyPublished)
+        current = await table.entry(self._uid)
+        before = current.value if current is not None else None
+        if before is not None and before.version.incarnation > self._incarnation:
+            raise Superseded(f"job {self._uid} is held by another trainer")
+        if not await table.swap(self._uid, published, expected_revision=current.revision if current else 0):
+            raise Superseded(f"job {self._uid}: the policy pointer was moved by another trainer")
+        keep = [version] if before is None else [version, before.version]  # engines may still be loading the one before
+        await anyio.to_thread.run_sync(lambda: self._policies.prune(self._uid, keep=keep))
+        return version
+
+    def retain(self, ids: Sequence[TrajectoryId]) -> None:
+        """These records were trained or evaluated; they stay in the store until a checkpoint includes them."""
+        self._retained += ids
+
+    async def checkpoint(self, step: int, *, extra: dict[str, Any], rewards: dict[int, float], train: TrainSection) -> float:
+        """Checkpoint after ``step`` updates, forget the records that it includes, drop older ones; seconds it took.
+
+        Args:
+            rewards: by which checkpoints are judged, per step.
+        """
+        seconds = await self._compute.write_checkpoint(str(self.checkpoints.path(step)), extra=extra)
+        await self._context.store.forget(self._retained)
+        self._retained = []
+
+        def prune() -> None:
+            self.checkpoints.prune(rewards, keep_last=train.keep_last, keep_best=train.keep_best)
+
+        await anyio.to_thread.run_sync(prune)
+        return seconds
+
+    async def model(self) -> Path:
+        """Write the trained model in Hugging Face format; where it lies."""
+        target = self._folder / "model"
+        with complete_or_invisible(target, durable=True) as folder:
+            await self._compute.write_policy(str(folder))
+        return target
