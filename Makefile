@@ -24,7 +24,7 @@ check: .venv/installed
 	$(BIN)/python -m mypy
 
 clean:
-	rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The lock file is complete, so pip must not resolve anything: it would bring packages that break the pinned ones.

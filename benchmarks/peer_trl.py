@@ -42,7 +42,7 @@ class Size(msgspec.Struct, frozen=True):
     tuning_steps: int
 
 
-SIZES = MappingProxyType({"full": Size(steps=5, rounds=3, tuning_steps=2), "quick": Size(steps=1, rounds=1, tuning_steps=0)})
+SIZES = MappingProxyType({"full": Size(steps=4, rounds=3, tuning_steps=1), "quick": Size(steps=1, rounds=1, tuning_steps=0)})
 
 
 class TrlSettings(msgspec.Struct, frozen=True):

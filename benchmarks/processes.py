@@ -17,8 +17,9 @@ import psutil
 
 MEGABYTE = 1 << 20
 INTERVAL_S = 0.02
-TOTALS_EVERY = 10
-"""Samples of the computing processes per sample of everything."""
+MEMORY_INTERVAL_S = 0.5
+TOTALS_EVERY = 50
+"""Samples of the computing processes per sample of everything, which looks at every process of the machine."""
 
 COMPUTE = {"services.rollout.engine_process": "engine", "services.trainer.training_process": "training"}
 """Modules of the processes that compute, and what they are called here."""
@@ -98,7 +99,7 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.2):
+        while not self._stop.wait(MEMORY_INTERVAL_S):
             try:
                 pids = [child.pid for child in self._root.children(recursive=True)]
             except psutil.NoSuchProcess:

@@ -5,7 +5,7 @@ A step lasts from the end of the one before to its own end. Its parts, in second
 - *policy*: written, hashed and published after training, then fetched and loaded by the engines before the first token;
 - *rollout*: an engine computes (its main thread is on a core), with the step's policy in force;
 - *training*: the training process works on the step's batch;
-- *checkpoint*, where one is made;
+- *checkpoint*, where one is made (not in the steps that are measured: the demo makes one, with its last step);
 - *overhead*: the rest, in which none of the above happens: bus, store, scheduling, leases, scoring and whatever waits for
   them. CPU that services take away from an engine on the same core is in it as well, because the engine isn't running then.
 
@@ -26,6 +26,7 @@ from libs.node.supervisor import Node
 from services.trainer.process import usable_cores
 
 SETTLE_S = 5.0
+WARM_UP = 2
 SERVICES = ("scheduler", "trainer", "rollout", "reward")
 SERVERS = ("nats", "valkey")
 
@@ -62,18 +63,18 @@ def parts_of(row: StepRow, *, wall: float, policy_wait: float, engine_active: fl
 
 
 def measure_step(report: Report, folder: Path, *, steps: int) -> None:
-    """Run the demo's job for some steps after the first two, and report their parts."""
+    """Run the demo's job and report the parts of its steps, without the first two and the last, which checkpoints."""
     with Activity() as activity:
-        job = demo_job(MODEL, steps=steps + 2)
+        job = demo_job(MODEL, steps=WARM_UP + steps + 1)
         finished = on_node(fresh_home(folder, "step"), partial(run_job, job=job), log_level="debug")
     waits = policy_waits(finished)
     parts: list[Parts] = []
-    for row, wall in finished.intervals(after=2):
+    for row, wall in finished.intervals(after=WARM_UP)[:-1]:
         start = row.time - wall
         active = activity.active_s("engine", start + waits[row.step], row.time)
         parts.append(parts_of(row, wall=wall, policy_wait=waits[row.step], engine_active=active))
     report.add("step.seconds", Readings.of([part.wall for part in parts]), "s", "16 prompts x 4, up to 32 new tokens")
-    for name in ("rollout", "training", "policy", "checkpoint", "overhead"):
+    for name in ("rollout", "training", "policy", "overhead"):
         share = Readings.of([100 * getattr(part, name) / part.wall for part in parts])
         report.add(f"step.{name}_percent", share, "% of step", "under 5" if name == "overhead" else "")
     _report_cpu(report, activity, finished, seconds=sum(part.wall for part in parts))
@@ -81,7 +82,7 @@ def measure_step(report: Report, folder: Path, *, steps: int) -> None:
 
 def _report_cpu(report: Report, activity: Activity, finished: Finished, *, seconds: float) -> None:
     """CPU of services and servers over the measured steps, as a share of what the cores offer."""
-    end = finished.rows[-1].time
+    end = finished.rows[-2].time
     used = activity.cpu_s(end - seconds, end)
     capacity = seconds * usable_cores()
     for role in (*SERVICES, *SERVERS):

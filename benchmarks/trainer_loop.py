@@ -54,6 +54,7 @@ def main() -> None:
     learner = Learner(Path(work.model), job, seed=work.seed)
     bare, batches = BareLoop(work.model, learning_rate=job.train.learning_rate), micro_batches(groups, job)
     tokens = sum(len(group.prompt_ids) + len(one.tokens) for group in groups for one in group.completions)
+    computed = sum(batch.tokens for batch in batches)
     for number in range(work.repeats + 1):
         times = {}
         for name in ("learner", "bare") if number % 2 else ("bare", "learner"):
@@ -64,7 +65,7 @@ def main() -> None:
                 bare.step(batches)
             times[name] = time.perf_counter() - started
         if number:  # the first one warms up
-            print(msgspec.json.encode(Round(times["learner"], times["bare"], tokens)).decode(), flush=True)
+            print(msgspec.json.encode(Round(times["learner"], times["bare"], tokens, computed)).decode(), flush=True)
 
 
 def random_groups(work: Work) -> list[Group]:

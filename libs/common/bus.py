@@ -5,6 +5,7 @@ decoded becomes a dead letter and is terminated: no silent drop, no endless rede
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Self, TypeVar
@@ -21,17 +22,19 @@ from nats.js.errors import (
     APIError,
     BadRequestError,
     NotFoundError,
+    ServiceUnavailableError,
 )
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.errors import JigsawError, MessageError, NodeError
+from libs.common.errors import JigsawError, MessageError, NodeError, QueueGone
 from libs.common.tables import Table
 
 CONNECT_S = 20.0
 DEDUPE_WINDOW_S = 120.0
 ACK_WAIT_S = 30.0
+NOT_READY_S = 0.5
 
 M = TypeVar("M", bound=m.Message)
 
@@ -109,7 +112,8 @@ class Bus:
             await asyncio.wait_for(self._client.flush(timeout=2), 3.0)
         except (NatsError, TimeoutError):
             self._log.warning("bus_flush_failed")
-        await self._client.close()
+        with contextlib.suppress(OSError):  # of a connection that broke just now
+            await self._client.close()
 
     async def set_up(self) -> None:
         """Create streams, buckets and the consumer that all jobs share. The scheduler alone does this."""
@@ -198,11 +202,22 @@ class Bus:
         """Bind to a durable consumer.
 
         Raises:
-            NotFoundError: the scheduler hasn't created it.
+            QueueGone: it doesn't exist: the scheduler creates it, and deletes a job's when the job has ended.
         """
-        await self._js.consumer_info(_stream_of(kind), name)  # binding alone doesn't ask whether it is there
+        await self.require_consumer(_stream_of(kind), name)  # binding alone doesn't ask whether it is there
         subscription = await self._js.pull_subscribe_bind(consumer=name, stream=_stream_of(kind))
-        return Puller(self, subscription)
+        return Puller(self, subscription, stream=_stream_of(kind), name=name)
+
+    async def require_consumer(self, stream: str, name: str) -> None:
+        """Ask the server whether a durable consumer exists.
+
+        Raises:
+            QueueGone: it doesn't.
+        """
+        try:
+            await self._js.consumer_info(stream, name)
+        except NotFoundError:
+            raise QueueGone(f"there is no consumer {name} on {stream}") from None
 
     async def bury(self, msg: Msg, reason: str) -> None:
         """Publish a dead letter of a message that can't be processed, then terminate the message."""
@@ -268,14 +283,22 @@ class Bus:
 class Puller:
     """A durable pull consumer: fetches, decodes, buries what can't be decoded."""
 
-    def __init__(self, bus: Bus, subscription: JetStreamContext.PullSubscription) -> None:
-        self._bus, self._subscription = bus, subscription
+    def __init__(self, bus: Bus, subscription: JetStreamContext.PullSubscription, *, stream: str, name: str) -> None:
+        self._bus, self._subscription, self._stream, self._name = bus, subscription, stream, name
 
     async def fetch(self, count: int, *, wait_s: float = 5.0) -> list[Delivery]:
-        """Up to ``count`` messages; empty when there is no work within ``wait_s``."""
+        """Up to ``count`` messages; empty when there is no work within ``wait_s``.
+
+        Raises:
+            QueueGone: the consumer was deleted.
+        """
         try:
             msgs = await self._subscription.fetch(count, timeout=wait_s)
-        except TimeoutError:  # the client's own kind of it, or, when time runs out between its two requests, the plain one
+        except TimeoutError:  # nats-py raises its own or the built-in one; its own is a kind of the built-in
+            return []
+        except ServiceUnavailableError:  # nobody serves the consumer: it is gone, or the server isn't ready
+            await self._bus.require_consumer(self._stream, self._name)
+            await asyncio.sleep(NOT_READY_S)
             return []
         deliveries = []
         for msg in msgs:

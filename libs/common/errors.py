@@ -55,6 +55,10 @@ class MessageError(JigsawError):
     """A message off the wire that this version can't decode."""
 
 
+class QueueGone(JigsawError):
+    """A durable consumer doesn't exist: not yet, or no longer because its job has ended."""
+
+
 class StaleEpochError(JigsawError):
     """A write refused by the store: someone with a newer fencing epoch owns the record."""
 

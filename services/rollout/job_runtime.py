@@ -10,14 +10,13 @@ from pathlib import Path
 
 import anyio
 from anyio.abc import TaskGroup
-from nats.js.errors import NotFoundError
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Delivery
 from libs.common.chat import ChatTokenizer
-from libs.common.errors import JigsawError, StaleEpochError
+from libs.common.errors import JigsawError, QueueGone, StaleEpochError
 from libs.common.group_commit import GroupCommit
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
@@ -83,10 +82,15 @@ class JobRuntime:
         """Load the first policy, then switch to each newer one."""
         table = await self._context.bus.table(m.PolicyPublished)
         async for change in table.watch(self._uid):
-            if change.value is None:
-                continue
             published = change.value
-            folder = await anyio.to_thread.run_sync(self._fetch, published)
+            if published is None:
+                continue
+            try:
+                folder = await anyio.to_thread.run_sync(self._fetch, published)
+            except JigsawError as error:
+                # One that was slow may find its version gone; the next one is on its way then.
+                self._log.warning("policy_not_fetched", policy=str(published.version), reason=str(error))
+                continue
             if self._tools is None:
                 await self._prepare(folder)
             await self._engine.use_policy(published.version, folder)
@@ -119,7 +123,7 @@ class JobRuntime:
                 try:
                     puller = await self._context.bus.pull(m.StartRollout, name)
                     break
-                except NotFoundError:
+                except QueueGone:
                     await anyio.sleep(0.1)
         try:
             while not self._stopping:
@@ -130,7 +134,7 @@ class JobRuntime:
                     continue
                 try:
                     deliveries = await puller.fetch(room, wait_s=NO_WORK_WAIT_S)
-                except NotFoundError:
+                except QueueGone:
                     return  # the job ended
                 await self._take(deliveries, tasks)
         finally:

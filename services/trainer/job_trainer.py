@@ -12,13 +12,12 @@ from typing import Any
 
 import anyio
 import msgspec
-from nats.js.errors import NotFoundError
 
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.blobs import download
 from libs.common.bus import Puller
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, QueueGone
 from libs.common.job import DataSection, Job
 from libs.common.messages import Phase
 from libs.common.models import context_length, resolve_model
@@ -142,7 +141,7 @@ class JobTrainer:
             while True:
                 try:
                     return await self._context.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self._uid))
-                except NotFoundError:
+                except QueueGone:
                     await anyio.sleep(0.1)
 
     # --- a step ------------------------------------------------------------------------------------------------------

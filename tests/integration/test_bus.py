@@ -8,7 +8,7 @@ import pytest
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Bus
-from libs.common.errors import MessageError, NodeError
+from libs.common.errors import MessageError, NodeError, QueueGone
 from libs.common.tokens import PolicyVersion
 
 ONE = PolicyVersion(1)
@@ -211,3 +211,14 @@ async def test_a_table_with_a_foreign_value_says_so(bus: Bus) -> None:
     table = await bus.table(m.PolicyPublished)
     with pytest.raises(MessageError, match="PolicyPublished expected"):
         await table.get("x")
+
+
+async def test_a_consumer_that_is_deleted_under_a_puller_is_gone(bus: Bus, job_uid: str) -> None:
+    name = subjects.tasks_consumer(job_uid)
+    with pytest.raises(QueueGone):
+        await bus.pull(m.StartRollout, name)
+    await bus.ensure_consumer(m.StartRollout, name, job_uid=job_uid)
+    puller = await bus.pull(m.StartRollout, name)
+    await bus.drop_consumer(m.StartRollout, name)
+    with pytest.raises(QueueGone):
+        await puller.fetch(1, wait_s=1.0)
