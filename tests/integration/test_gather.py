@@ -1,0 +1,181 @@
+"""Issuing and gathering a step against a real bus and store, with messages that come late, twice or never."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import structlog
+
+from libs.common import messages as m
+from libs.common import subjects
+from libs.common.bus import Bus
+from libs.common.store import Claim, Fail, Finish, Score, TrajectoryId, TrajectorySpec, TrajectoryStore
+from libs.common.tokens import TOKEN, PolicyVersion
+from services.trainer import gather
+from services.trainer.gather import Gatherer
+from services.trainer.steps import StepLedger
+
+V = PolicyVersion(0, 1)
+
+
+class FakeData:
+    """Hands out numbered groups of two samples."""
+
+    def __init__(self, job_uid: str) -> None:
+        self._uid, self._next = job_uid, 0
+
+    def training_groups(self, count: int, *, step: int) -> list[list[TrajectorySpec]]:
+        groups = range(self._next, self._next + count)
+        self._next += count
+        return [[spec(TrajectoryId(self._uid, group, sample), step) for sample in range(2)] for group in groups]
+
+
+def spec(id: TrajectoryId, step: int) -> TrajectorySpec:
+    return TrajectorySpec(
+        id=id,
+        step=step,
+        prompt="?",
+        prompt_ids=[1],
+        answer="1",
+        row={},
+        seed=0,
+        temperature=1.0,
+        max_new_tokens=8,
+        max_turns=1,
+        max_attempts=2,
+    )
+
+
+async def settle(store: TrajectoryStore, id: TrajectoryId, reward: float | None) -> None:
+    """A trajectory's whole life at once; no reward: it fails for good."""
+    (claim,) = await store.claim([id], owner="worker", ttl_ms=5000)
+    assert isinstance(claim, Claim)
+    none = np.zeros(0, TOKEN)
+    if reward is None:
+        await store.write([Fail(id, claim.epoch, "it broke", None)])
+        return
+    await store.write([Finish(id, claim.epoch, 0, none, "stop", "text", 1), Score(id, reward, "fine")])
+
+
+class Step:
+    """One step being gathered."""
+
+    def __init__(self, bus: Bus, store: TrajectoryStore, job_uid: str) -> None:
+        self.bus, self.store, self.uid = bus, store, job_uid
+        self.ledger = StepLedger(step=0, replacements=2)
+        self.data = FakeData(job_uid)
+
+    async def gather(self, groups: Sequence[Sequence[TrajectorySpec]]) -> None:
+        gatherer = Gatherer(
+            bus=self.bus, store=self.store, job_uid=self.uid, instance="trainer-0", log=structlog.get_logger()
+        )
+        settled = await self.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self.uid))
+        await gatherer.gather(
+            self.ledger,
+            groups,
+            data=self.data,  # type: ignore[arg-type]  # a fake
+            policy=V,
+            settled=settled,
+            on_progress=lambda: None,
+        )
+        await settled.close()
+
+    async def tasks(self, count: int) -> list[m.StartRollout]:
+        puller = await self.bus.pull(m.StartRollout, subjects.tasks_consumer(self.uid))
+        found: list[m.StartRollout] = []
+        while len(found) < count:
+            for delivery in await puller.fetch(count, wait_s=2.0):
+                assert isinstance(delivery.message, m.StartRollout)
+                found.append(delivery.message)
+                await delivery.ack()
+        await puller.close()
+        return found
+
+    def word(self, group: int, sample: int) -> m.TrajectorySettled:
+        return m.TrajectorySettled(sender="reward-0", job_uid=self.uid, step=0, group=group, sample=sample, state="scored")
+
+
+@pytest.fixture
+async def step(bus: Bus, store: TrajectoryStore, job_uid: str, monkeypatch: pytest.MonkeyPatch) -> Step:
+    monkeypatch.setattr(gather, "RECONCILE_S", 0.2)
+    monkeypatch.setattr(gather, "QUIET_S", 0.4)
+    await bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(job_uid), job_uid=job_uid)
+    await bus.ensure_consumer(m.TrajectorySettled, subjects.settled_consumer(job_uid), job_uid=job_uid)
+    return Step(bus, store, job_uid)
+
+
+async def test_every_sample_is_announced_once_with_its_policy(step: Step) -> None:
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(2, step=0)))
+    tasks = await step.tasks(4)
+    assert {(task.group, task.sample) for task in tasks} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {task.policy for task in tasks} == {V}
+    for task in tasks:
+        await settle(step.store, TrajectoryId(step.uid, task.group, task.sample), 1.0)
+        await step.bus.publish(step.word(task.group, task.sample))
+    await asyncio.wait_for(gathering, 10)
+    assert step.ledger.valid_groups() == [0, 1]
+
+
+async def test_without_a_single_message_the_store_tells(step: Step) -> None:
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
+    for task in await step.tasks(2):
+        await settle(step.store, TrajectoryId(step.uid, task.group, task.sample), 0.0)
+    await asyncio.wait_for(gathering, 10)
+    assert step.ledger.valid_groups() == [0]
+
+
+async def test_what_nobody_claimed_or_lost_is_announced_again(step: Step) -> None:
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
+    first, second = await step.tasks(2)  # taken off the queue and forgotten: the workers died
+    lost = TrajectoryId(step.uid, first.group, first.sample)
+    await step.store.claim([lost], owner="worker", ttl_ms=50)
+    seen: set[int] = set()
+    while seen != {first.sample, second.sample}:  # the lost one sooner than the one that may still be on its way to someone
+        seen |= {task.sample for task in await step.tasks(1)}
+    for sample in range(2):
+        await settle(step.store, TrajectoryId(step.uid, 0, sample), 1.0)
+    await asyncio.wait_for(gathering, 10)
+
+
+async def test_a_finished_trajectory_whose_word_was_lost_is_sent_to_be_scored_again(step: Step) -> None:
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
+    await step.tasks(2)
+    for sample in range(2):
+        id = TrajectoryId(step.uid, 0, sample)
+        (claim,) = await step.store.claim([id], owner="worker", ttl_ms=5000)
+        assert isinstance(claim, Claim)
+        await step.store.write([Finish(id, claim.epoch, 0, np.zeros(0, TOKEN), "stop", "text", 1)])
+    puller = await step.bus.pull(m.TrajectoryFinished, subjects.REWARD_CONSUMER)
+    seen: set[int] = set()
+    while seen != {0, 1}:
+        for delivery in await puller.fetch(4, wait_s=5.0):
+            assert isinstance(delivery.message, m.TrajectoryFinished)
+            seen.add(delivery.message.sample)
+            await delivery.ack()
+    for sample in range(2):
+        await step.store.write([Score(TrajectoryId(step.uid, 0, sample), 1.0, "fine")])
+    await asyncio.wait_for(gathering, 10)
+
+
+async def test_a_useless_group_is_replaced_by_the_next_prompt(step: Step) -> None:
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
+    await step.tasks(2)
+    await settle(step.store, TrajectoryId(step.uid, 0, 0), 1.0)
+    await settle(step.store, TrajectoryId(step.uid, 0, 1), None)
+    replacement = await step.tasks(2)
+    assert {task.group for task in replacement} == {1}
+    for sample in range(2):
+        await settle(step.store, TrajectoryId(step.uid, 1, sample), 1.0)
+    await asyncio.wait_for(gathering, 10)
+    assert step.ledger.valid_groups() == [1]
+
+
+async def test_a_restarted_trainer_finds_what_is_there_and_generates_nothing(step: Step) -> None:
+    groups = step.data.training_groups(2, step=0)
+    await step.store.create([spec for group in groups for spec in group])
+    for group in range(2):
+        for sample in range(2):
+            await settle(step.store, TrajectoryId(step.uid, group, sample), 0.5)
+    await asyncio.wait_for(step.gather(groups), 10)
+    assert step.ledger.valid_groups() == [0, 1]
