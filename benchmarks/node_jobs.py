@@ -15,7 +15,7 @@ from libs.cli.submit import queue
 from libs.common.errors import JigsawError
 from libs.common.job import Job, load_job
 from libs.common.logging import configure
-from libs.common.messages import Outcome
+from libs.common.messages import JobProgress, Outcome
 from libs.common.settings import default_settings
 from libs.node.supervisor import Node, Ports, run_node
 
@@ -53,10 +53,16 @@ class PolicySwitched(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A job that succeeded: its steps, and the node's folder with logs and samples."""
+    """A job that succeeded: its steps, the node's folder with logs and samples, and its curves.
+
+    Attributes:
+        rewards: mean training reward of each step. evaluations: (steps trained, mean held-out reward).
+    """
 
     rows: list[StepRow]
     home: Path
+    rewards: list[float]
+    evaluations: list[tuple[int, float]]
 
     def intervals(self, *, after: int) -> list[tuple[StepRow, float]]:
         """Steps after the first ``after`` ones, each with its seconds from the end of the one before to its own end."""
@@ -81,10 +87,12 @@ async def run_job(node: Node, job: Job) -> Finished:
     async with connected(target) as bus:
         uid = await queue(bus, job)
         (summary,) = await follow(bus, {uid}, lambda _: None)
-    if summary.status != Outcome.SUCCEEDED:
+        progress = await (await bus.table(JobProgress)).get(uid)
+    if summary.status != Outcome.SUCCEEDED or progress is None:
         raise JigsawError(f"{uid} {summary.status}: {summary.reason}; logs: {node.home / 'logs'}")
     metrics = node.settings.job_folder(uid) / "metrics.jsonl"
-    return Finished(rows_of(metrics.read_bytes()), node.home)
+    rows = rows_of(metrics.read_bytes())
+    return Finished(rows, node.home, rewards=progress.rewards, evaluations=progress.evaluations)
 
 
 def rows_of(metrics: bytes) -> list[StepRow]:
