@@ -1,7 +1,7 @@
 """Does it learn: the demo's ``products`` job for 30 steps, once per seed, with held-out questions evaluated on the way.
 
-Training draws from 80 of the 100 distinct questions; the other 20 are only evaluated, greedily. The gain is the mean reward of
-the last five steps against the first three.
+Training draws from 80 of the 100 distinct questions; the other 20 are only evaluated, greedily. The gain is the mean reward
+of the last five steps against the first three.
 """
 
 import statistics

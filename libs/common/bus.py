@@ -35,6 +35,8 @@ CONNECT_S = 20.0
 DEDUPE_WINDOW_S = 120.0
 ACK_WAIT_S = 30.0
 NOT_READY_S = 0.5
+PUBLISH_S = 10.0
+PUBLISH_TRIES = 3
 
 M = TypeVar("M", bound=m.Message)
 
@@ -166,7 +168,23 @@ class Bus:
         return True
 
     async def publish_all(self, batch: Sequence[m.Message]) -> None:
-        """Publish many messages on streams, acknowledged together: one round trip, not one each."""
+        """Publish many messages on streams, acknowledged together: one round trip, not one each.
+
+        Raises:
+            JigsawError: the bus doesn't confirm them.
+        """
+        for _ in range(PUBLISH_TRIES):
+            try:
+                await asyncio.wait_for(self._publish_once(batch), PUBLISH_S)
+                return
+            except (
+                TimeoutError,
+                NatsError,
+            ) as error:  # a reconnect forgets acknowledgements: ask again, repeats are dropped
+                self._log.warning("publish_unconfirmed", messages=len(batch), error=str(error) or type(error).__name__)
+        raise JigsawError(f"the bus didn't confirm {len(batch)} messages in {PUBLISH_TRIES * PUBLISH_S:.0f} s")
+
+    async def _publish_once(self, batch: Sequence[m.Message]) -> None:
         acks = [
             await self._js.publish_async(subjects.subject_of(message), m.encode(message), headers=_headers(message))
             for message in batch

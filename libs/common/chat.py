@@ -55,11 +55,6 @@ class ChatTokenizer:
         self._specials = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self.eos_ids = _eos_ids(directory, self._tokenizer, self._specials["eos_token"])
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Ids that the tokenizer knows."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
     def opening_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The prompt: the conversation so far and the start of the model's turn.
 

@@ -22,8 +22,6 @@ class GroupCommit:
         self._store = store
         self._queue: list[tuple[Write, asyncio.Future[Answer]]] = []
         self._waiting = anyio.Event()
-        self._idle = anyio.Event()
-        self._idle.set()
 
     def put(self, writes: Sequence[Write]) -> list["asyncio.Future[Answer]"]:
         """Queue writes; each future has the store's answer once the write is committed or refused as stale."""
@@ -31,13 +29,7 @@ class GroupCommit:
         futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in writes]
         self._queue.extend(zip(writes, futures, strict=True))
         self._waiting.set()
-        if self._idle.is_set():
-            self._idle = anyio.Event()
         return futures
-
-    async def drained(self) -> None:
-        """Wait until everything that was queued is committed."""
-        await self._idle.wait()
 
     async def run(self) -> None:
         """Commit until cancelled."""
@@ -49,5 +41,3 @@ class GroupCommit:
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.cancelled():
                     future.set_result(answer)
-            if not self._queue:
-                self._idle.set()

@@ -29,18 +29,46 @@ class FileEntry(msgspec.Struct, frozen=True):
 def complete_or_invisible(target: Path, *, durable: bool) -> Iterator[Path]:
     """A temporary directory to write into, which becomes ``target`` with a manifest when the block ends well.
 
+    Raises:
+        JigsawError: no space or not writable; the temporary directory is gone and ``target`` untouched.
+    """
+    partial = prepare(target)
+    try:
+        yield partial
+        complete(target, durable=durable)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def prepare(target: Path) -> Path:
+    """An empty directory to write into before :func:`complete`; what an earlier try left there is gone.
+
+    Raises:
+        JigsawError: it can't be made.
+    """
+    partial = _beside(target, "partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    return partial
+
+
+def complete(target: Path, *, durable: bool) -> None:
+    """Make what was written into the prepared directory visible as ``target``.
+
     Args:
         target: what is there already is replaced; a kill in that instant leaves it beside (see :func:`recover`).
         durable: fsync everything before the rename, so that it survives a power cut.
 
     Raises:
-        JigsawError: no space or not writable; the temporary directory is gone and ``target`` untouched.
+        JigsawError: no space or not writable; ``target`` is untouched.
     """
     partial, replaced = _beside(target, "partial"), _beside(target, "replaced")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        yield partial
         _write_manifest(partial)
         if durable:
             for path in [*partial.iterdir(), partial]:
@@ -52,9 +80,7 @@ def complete_or_invisible(target: Path, *, durable: bool) -> Iterator[Path]:
         if durable:
             _sync(target.parent)
     except OSError as error:
-        raise JigsawError(f"{target} can't be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise _unwritable(target, error) from error
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -93,6 +119,10 @@ def verify(directory: Path, *, contents: bool) -> None:
             raise JigsawError(f"{path} is missing or has the wrong size")
         if contents and _sha256(path) != entry.sha256:
             raise JigsawError(f"{path} is damaged: its sha256 differs from the manifest")
+
+
+def _unwritable(target: Path, error: OSError) -> JigsawError:
+    return JigsawError(f"{target} can't be written: {error.strerror or error}")
 
 
 def _beside(directory: Path, role: str) -> Path:

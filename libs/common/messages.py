@@ -209,7 +209,6 @@ class Worker(Message, frozen=True, kw_only=True):
         device: id of the device it computes on. units: how many units the device has in all.
         max_units: the most units that this instance can use.
         memory_mb: of the device, shared by all its instances.
-        serves: the kind of model engine, for placement.
         draining: takes no new work.
         revisions: per job the allocation revision in force.
     """
@@ -278,8 +277,7 @@ class JobProgress(Message, frozen=True, kw_only=True):
         tokens: prompt and completion tokens of all finished steps; rollout_s, train_s, other_s: where their time went.
         mismatch_kl: mean engine-trainer KL (nats per token) of the last step.
         trained: trajectories trained so far. failed: samples that ended as failed. truncated: trained at the length limit.
-        resumes, retries: counted over all settled trajectories.
-        units: in force for the trainer. artifacts: where model, log and checkpoints lie.
+        retries: attempts beyond the first, over all trained samples. artifacts: where model, log and checkpoints lie.
         warnings: things a user must know, each once.
     """
 
@@ -292,7 +290,6 @@ class JobProgress(Message, frozen=True, kw_only=True):
     rewards: list[float] = []
     evaluations: list[tuple[int, float]] = []
     tokens: int = 0
-    completion_tokens: int = 0
     rollout_s: float = 0.0
     train_s: float = 0.0
     other_s: float = 0.0

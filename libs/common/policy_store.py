@@ -5,8 +5,7 @@ published never changes.
 """
 
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -31,27 +30,30 @@ class PolicyStore:
         self._url = url.rstrip("/")
         self._mirror = self._local or mirror
 
-    @contextmanager
-    def writing(self, job_uid: str, version: PolicyVersion) -> Iterator[Path]:
-        """A folder to write a version into; complete and visible when the block ends well.
+    def prepare(self, job_uid: str, version: PolicyVersion) -> Path:
+        """An empty folder to write a version into, before :meth:`complete`.
+
+        Raises:
+            JigsawError: it can't be made.
+        """
+        return manifest.prepare(self._folder(job_uid, version))
+
+    def complete(self, job_uid: str, version: PolicyVersion) -> str:
+        """Make a version that was written into the prepared folder visible; returns its digest.
 
         Raises:
             JigsawError: it can't be written.
         """
-        target = self._mirror / job_uid / str(version)
-        with manifest.complete_or_invisible(target, durable=False) as folder:
-            yield folder
+        folder = self._folder(job_uid, version)
+        manifest.complete(folder, durable=False)
         if self._local is None:
             filesystem, path = fsspec.core.url_to_fs(self.url(job_uid, version))
-            filesystem.put(f"{target}/", f"{path}/", recursive=True)
+            filesystem.put(f"{folder}/", f"{path}/", recursive=True)
+        return manifest.digest(folder)
 
     def url(self, job_uid: str, version: PolicyVersion) -> str:
         """Where a version lies."""
         return f"{self._url}/{job_uid}/{version}"
-
-    def digest(self, job_uid: str, version: PolicyVersion) -> str:
-        """Digest of a version that this process wrote or fetched."""
-        return manifest.digest(self._mirror / job_uid / str(version))
 
     def fetch(self, job_uid: str, version: PolicyVersion, *, digest: str) -> Path:
         """A local folder with a version, checked against its digest.
@@ -59,27 +61,40 @@ class PolicyStore:
         Raises:
             JigsawError: missing, incomplete or not what was published.
         """
-        folder = self._mirror / job_uid / str(version)
+        folder = self._folder(job_uid, version)
         if self._local is None and not folder.exists():
             filesystem, path = fsspec.core.url_to_fs(self.url(job_uid, version))
-            with manifest.complete_or_invisible(folder, durable=False) as aside:
-                filesystem.get(f"{path}/", f"{aside}/", recursive=True)
-        manifest.verify(folder, contents=self._local is None)
+            if not filesystem.exists(f"{path}/{manifest.MANIFEST}"):
+                raise JigsawError(f"policy {version} of {job_uid} isn't at {self._url}")
+            partial = manifest.prepare(folder)
+            filesystem.get(f"{path}/", f"{partial}/", recursive=True)
+            (partial / manifest.MANIFEST).unlink()  # made anew from what has arrived: its digest tells whether all is well
+            manifest.complete(folder, durable=False)
+        manifest.verify(folder, contents=False)
         if manifest.digest(folder) != digest:
             raise JigsawError(f"policy {version} of {job_uid} is not the one that was published")
         return folder
 
     def prune(self, job_uid: str, *, keep: Collection[PolicyVersion]) -> None:
-        """Delete all versions of a job but these; without any to keep, the job's whole folder."""
-        if not keep and self._local is not None:
+        """Delete all versions of a job but these, here and where they lie."""
+        self.prune_mirror(job_uid, keep=keep)
+        if self._local is not None:
+            return
+        filesystem, path = fsspec.core.url_to_fs(f"{self._url}/{job_uid}")
+        kept = {str(version) for version in keep}
+        for folder in filesystem.ls(path, detail=False) if filesystem.exists(path) else []:
+            if folder.rstrip("/").rsplit("/", 1)[-1] not in kept:
+                filesystem.rm(folder, recursive=True)
+
+    def prune_mirror(self, job_uid: str, *, keep: Collection[PolicyVersion]) -> None:
+        """Delete this machine's copies of all versions of a job but these; without any to keep, the job's whole folder."""
+        if not keep:
             shutil.rmtree(self._mirror / job_uid, ignore_errors=True)
             return
         kept = {str(version) for version in keep}
         for folder in (self._mirror / job_uid).glob("[0-9]*"):
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
-        if self._local is None:
-            filesystem, path = fsspec.core.url_to_fs(f"{self._url}/{job_uid}")
-            for folder in filesystem.ls(path, detail=False):
-                if folder.rstrip("/").rsplit("/", 1)[-1] not in kept:
-                    filesystem.rm(folder, recursive=True)
+
+    def _folder(self, job_uid: str, version: PolicyVersion) -> Path:
+        return self._mirror / job_uid / str(version)

@@ -6,6 +6,7 @@ restarts it, and everything that matters is in the store and on the bus.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+from nats.errors import Error as NatsError
 from nats.micro import add_service
 from nats.micro.request import Request
 from structlog.typing import FilteringBoundLogger
@@ -158,10 +160,13 @@ async def heartbeat(context: Context, describe: Callable[[], Worker]) -> None:
     table = await context.bus.table(Worker)
     try:
         while True:
-            await table.put(context.instance, describe())
+            try:
+                await table.put(context.instance, describe())
+            except NatsError as error:  # the bus is away for a moment; what the service does goes on without it
+                context.log.warning("heartbeat_missed", error=str(error) or type(error).__name__)
             await anyio.sleep(HEARTBEAT_S)
     finally:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
+        with anyio.CancelScope(shield=True), anyio.move_on_after(1.0), contextlib.suppress(NatsError):
             await table.delete(context.instance)
 
 

@@ -5,9 +5,10 @@ because they differ between a laptop and a container while the rest doesn't.
 """
 
 import os
+import socket
 import tomllib
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 import psutil
@@ -74,7 +75,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     scheduler: SchedulerSettings = SchedulerSettings()
     policy_url: str | None = None
     worker_lost_s: Annotated[float, Meta(gt=0)] = 10.0
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
     def policies(self) -> str:
@@ -122,7 +123,9 @@ def default_settings(home: Path) -> NodeSettings:
     cores = sorted(os.sched_getaffinity(0))
     return NodeSettings(
         home=str(home),
-        device=DeviceSettings(id="cpu", cores=cores, memory_mb=max(1, int(psutil.virtual_memory().total * 0.9) >> 20)),
+        device=DeviceSettings(
+            id=f"{socket.gethostname()}-cpu", cores=cores, memory_mb=max(1, int(psutil.virtual_memory().total * 0.9) >> 20)
+        ),
         rollout=RolloutSettings(instances=len(cores)),
     )
 

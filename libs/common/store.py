@@ -10,7 +10,7 @@ job share a hash tag, so that they stay together on a cluster::
     jigsaw:{job_uid}:group.sample:tokens     string: libs.common.tokens.TOKEN records, appended
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Literal, Self
 
@@ -143,6 +143,13 @@ class Release(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class Restart(msgspec.Struct, frozen=True):
+    """Begin again: what it has so far can't be continued. The claim and its epoch stay."""
+
+    id: TrajectoryId
+    epoch: int
+
+
 class Fail(msgspec.Struct, frozen=True):
     """An attempt failed. It is tried again after ``backoff_ms`` while attempts remain; None never tries again."""
 
@@ -160,7 +167,7 @@ class Score(msgspec.Struct, frozen=True):
     reason: str
 
 
-Write = Append | Finish | Renew | Release | Fail | Score
+Write = Append | Finish | Renew | Release | Restart | Fail | Score
 
 _RECORD_FIELDS = ("spec", "state", "epoch", "attempts", "text", "turns", "stop_reason", "reward", "reason", "error", "owner")
 _spec_encoder = msgspec.msgpack.Encoder()
@@ -207,11 +214,11 @@ class TrajectoryStore:
 
     async def hold_job(self, job_uid: str, *, owner: str) -> int:
         """Take a job as its trainer; returns the new, strictly growing incarnation."""
-        return int(await self._redis.fcall("jigsaw_hold", 1, f"jigsaw:{{{job_uid}}}:hold", owner))
+        return int(await self._redis.fcall("jigsaw_hold", 1, _hold(job_uid), owner))
 
     async def holder(self, job_uid: str) -> int:
         """The incarnation that holds the job now."""
-        return int(await self._redis.hget(f"jigsaw:{{{job_uid}}}:hold", "incarnation") or 0)
+        return int(await self._redis.hget(_hold(job_uid), "incarnation") or 0)
 
     async def create(self, specs: Sequence[TrajectorySpec]) -> int:
         """Create records that aren't there yet; returns how many were new. Repeating it is safe."""
@@ -267,27 +274,37 @@ class TrajectoryStore:
         pairs = (name.decode().split(".") for name in names)
         return sorted(TrajectoryId(job_uid, int(group), int(sample)) for group, sample in pairs)
 
-    async def forget(self, ids: Iterable[TrajectoryId]) -> None:
-        """Delete records; their tokens with them."""
-        by_job: dict[str, list[TrajectoryId]] = {}
-        for id in ids:
-            by_job.setdefault(id.job_uid, []).append(id)
-        pipe = self._redis.pipeline(transaction=False)
-        for job_uid, some in by_job.items():
-            for start in range(0, len(some), 1000):
-                part = some[start : start + 1000]
-                keys = [_index(job_uid), *(key for id in part for key in _keys(id))]
-                pipe.fcall("jigsaw_forget", len(keys), *keys, *(id.member for id in part))
-        await pipe.execute()
+    async def forget(self, ids: Sequence[TrajectoryId], *, incarnation: int) -> None:
+        """Delete records of one job, their tokens with them, as the trainer that holds it.
+
+        Raises:
+            StaleEpochError: another trainer holds the job.
+        """
+        await self._forget(ids, str(incarnation))
 
     async def forget_job(self, job_uid: str) -> None:
         """Delete everything of an ended job."""
-        await self.forget(await self.members(job_uid))
-        await self._redis.delete(f"jigsaw:{{{job_uid}}}:hold", _index(job_uid))
+        await self._forget(await self.members(job_uid), "")
+        await self._redis.delete(_hold(job_uid), _index(job_uid))
+
+    async def _forget(self, ids: Sequence[TrajectoryId], incarnation: str) -> None:
+        pipe = self._redis.pipeline(transaction=False)
+        for start in range(0, len(ids), 1000):
+            part = ids[start : start + 1000]
+            uid = part[0].job_uid
+            keys = [_index(uid), _hold(uid), *(key for id in part for key in _keys(id))]
+            pipe.fcall("jigsaw_forget", len(keys), *keys, incarnation, *(id.member for id in part))
+        for reply in await pipe.execute(raise_on_error=False):
+            if isinstance(answer := _answer(reply), StaleEpochError):
+                raise answer
 
 
 def _functions() -> str:
     return files("libs.common").joinpath("trajectories.lua").read_text(encoding="utf-8")
+
+
+def _hold(job_uid: str) -> str:
+    return f"jigsaw:{{{job_uid}}}:hold"
 
 
 def _index(job_uid: str) -> str:
@@ -311,6 +328,8 @@ def _queue(pipe: Any, write: Write) -> None:
             pipe.fcall("jigsaw_renew", 1, record, epoch, ttl_ms)
         case Release(epoch=epoch):
             pipe.fcall("jigsaw_release", 1, record, epoch)
+        case Restart(epoch=epoch):
+            pipe.fcall("jigsaw_restart", 2, record, tokens, epoch)
         case Fail(epoch=epoch, error=error, backoff_ms=backoff_ms):
             pipe.fcall("jigsaw_fail", 1, record, epoch, error, -1 if backoff_ms is None else backoff_ms)
         case Score(reward=reward, reason=reason):

@@ -1,7 +1,7 @@
 """Where every message travels: the one table of subject, type, stream, deduplication and consumer.
 
 Services never spell a subject; they publish a message and the table says where it goes, and they subscribe by naming a
-message type. Permissions and stream definitions are derived from here too.
+message type. Stream definitions are derived from here too.
 """
 
 import msgspec
@@ -47,11 +47,9 @@ ROUTES: dict[type[m.Message], Route] = {
     m.CancelJob: Route("jobs.cancel", "JOBS"),
     m.TrainingEnded: Route("jobs.training_ended", "JOBS"),
     m.JobEnded: Route("ended.{job_uid}", "ENDED"),
-    m.StartRollout: Route("tasks.{job_uid}", "TASKS", ("job_uid", "group", "sample", "attempt")),
-    m.TrajectoryFinished: Route(
-        "trajectories.finished.{job_uid}", "TRAJECTORIES", ("job_uid", "group", "sample", "attempt")
-    ),
-    m.TrajectorySettled: Route("trajectories.settled.{job_uid}", "TRAJECTORIES", ("job_uid", "group", "sample", "attempt")),
+    m.StartRollout: Route("tasks.{job_uid}", "TASKS", _TRY),
+    m.TrajectoryFinished: Route("trajectories.finished.{job_uid}", "TRAJECTORIES", _TRY),
+    m.TrajectorySettled: Route("trajectories.settled.{job_uid}", "TRAJECTORIES", _TRY),
     m.DeadLetter: Route("dead.{sender}", "DEAD"),
     m.Decision: Route("decisions.{device}", "DECISIONS"),
     m.SubStageEntered: Route("telemetry.{sender}"),

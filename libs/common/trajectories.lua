@@ -111,6 +111,13 @@ local function release(keys, args)
   return 1
 end
 
+-- KEYS record, tokens   ARGV epoch     begin again from the prompt, under the same claim
+local function restart(keys, args)
+  if not owns(keys[1], args[1]) then return stale(keys[1], args[1]) end
+  redis.call('DEL', keys[2])
+  return 1
+end
+
 -- KEYS record   ARGV epoch, error, backoff_ms (negative: no retry)     -> 'pending' | 'failed'
 local function fail(keys, args)
   if not owns(keys[1], args[1]) then return stale(keys[1], args[1]) end
@@ -140,11 +147,15 @@ local function state(keys, args)
   return f[1] or 'gone'
 end
 
--- KEYS index, record, tokens, record, tokens, ...   ARGV member, ...
+-- Only the trainer that holds the job may forget records: its successor would need them.
+-- KEYS index, hold, record, tokens, record, tokens, ...   ARGV incarnation ('' for a job that has ended), member, ...
 local function forget(keys, args)
-  for i = 2, #keys do redis.call('DEL', keys[i]) end
-  if #args > 0 then redis.call('SREM', keys[1], unpack(args)) end
-  return #args
+  if args[1] ~= '' and (redis.call('HGET', keys[2], 'incarnation') or '0') ~= args[1] then
+    return redis.error_reply('STALE incarnation ' .. args[1] .. ' of ' .. keys[2])
+  end
+  for i = 3, #keys do redis.call('DEL', keys[i]) end
+  for i = 2, #args do redis.call('SREM', keys[1], args[i]) end
+  return #args - 1
 end
 
 -- A trainer takes a job; the number only grows, and everything that it publishes carries it.
@@ -160,6 +171,7 @@ redis.register_function('jigsaw_renew', renew)
 redis.register_function('jigsaw_append', append)
 redis.register_function('jigsaw_finish', finish)
 redis.register_function('jigsaw_release', release)
+redis.register_function('jigsaw_restart', restart)
 redis.register_function('jigsaw_fail', fail)
 redis.register_function('jigsaw_score', score)
 redis.register_function{function_name = 'jigsaw_state', callback = state, flags = {'no-writes'}}

@@ -114,11 +114,10 @@ class RewardService:
         """The score of a record; None when its job is gone. A scorer that can't be loaded fails the sample, with reason."""
         try:
             pool = await self._pool(record.spec.id.job_uid)
+            verdict = await pool.score(record.text, record.spec.answer, record.spec.row) if pool is not None else None
         except JigsawError as error:
             return Verdict(Outcome.FAILED, None, f"the scorer can't be loaded: {error}")
-        if pool is None:
-            return None
-        return await pool.score(record.text, record.spec.answer, record.spec.row)
+        return verdict
 
     async def _pool(self, job_uid: str) -> ScorerPool | None:
         async with self._opening:

@@ -51,6 +51,11 @@ class EngineLink:
         return self._loaded is not None or bool(self._broken)
 
     @property
+    def broken(self) -> bool:
+        """Whether no engine can be loaded."""
+        return self._loaded is None and bool(self._broken)
+
+    @property
     def version(self) -> PolicyVersion:
         """The policy in force; while none is, the one that was asked for last."""
         if self._loaded is not None:
@@ -83,14 +88,22 @@ class EngineLink:
         if self._loaded is not None:
             await self._send(self._units)
 
+    def require(self) -> None:
+        """Make sure that there is an engine.
+
+        Raises:
+            EngineLost: there is none, with the reason.
+        """
+        if self._loaded is None:
+            raise EngineLost(self._broken or "it is being restarted")
+
     async def begin(self, request: TurnRequest) -> None:
         """Start generating a turn.
 
         Raises:
             EngineLost: there is no engine to do it.
         """
-        if self._loaded is None:
-            raise EngineLost(self._broken or "it is being restarted")
+        self.require()
         await self._send(wire.Begin([request]))
 
     async def drop(self, keys: list[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 from structlog.typing import FilteringBoundLogger
 
@@ -20,14 +21,17 @@ from libs.common.errors import JigsawError, QueueGone, StaleEpochError
 from libs.common.group_commit import GroupCommit
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
-from libs.common.store import Append, Claim, NotClaimed, Release, Renew, TrajectoryId, Write
+from libs.common.store import Append, Claim, NotClaimed, Release, Renew, Restart, TrajectoryId, Write
 from libs.environments.registry import make_environment
 from services.rollout import wire
 from services.rollout.engine_link import EngineLink
 from services.rollout.runner import EngineLost, Lost, Tools, Trajectory
 
 NO_WORK_WAIT_S = 2.0
-CONSUMER_PATIENCE_S = 30.0
+BROKEN_PAUSE_S = 5.0
+"""An instance whose engine can't be loaded takes one task this often: enough to tell why, and most are left to others."""
+RETRY_FETCH_S = 1.0
+HAND_BACK_S = 10.0
 
 
 class JobRuntime:
@@ -71,8 +75,11 @@ class JobRuntime:
             try:
                 await self._pull(tasks)
             finally:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(10.0):
-                    await self._hand_back()
+                with anyio.CancelScope(shield=True):
+                    with anyio.move_on_after(HAND_BACK_S):
+                        given_back = [self._task(trajectory) for trajectory in self._running.values()]
+                        await self._hand_back()
+                        await self._context.bus.publish_all(given_back)
                     await self._engine.stop()
                 tasks.cancel_scope.cancel()
 
@@ -85,16 +92,28 @@ class JobRuntime:
             published = change.value
             if published is None:
                 continue
-            try:
-                folder = await anyio.to_thread.run_sync(self._fetch, published)
-            except JigsawError as error:
-                # One that was slow may find its version gone; the next one is on its way then.
-                self._log.warning("policy_not_fetched", policy=str(published.version), reason=str(error))
+            folder = await self._fetched(published)
+            if folder is None:
                 continue
             if self._tools is None:
                 await self._prepare(folder)
+            elif published.version.step != self._engine.version.step:
+                await self._hand_back()  # what was begun under another policy isn't continued under this one
             await self._engine.use_policy(published.version, folder)
             self._notify()
+
+    async def _fetched(self, published: m.PolicyPublished) -> Path | None:
+        """The folder of a version; None if it has been replaced by a newer one, which the watch tells of."""
+        table = await self._context.bus.table(m.PolicyPublished)
+        while True:
+            try:
+                return await anyio.to_thread.run_sync(self._fetch, published)
+            except JigsawError as error:
+                self._log.warning("policy_not_fetched", policy=str(published.version), reason=str(error))
+                current = await table.get(self._uid)
+                if current is None or current.version != published.version:
+                    return None
+                await anyio.sleep(RETRY_FETCH_S)
 
     def _fetch(self, published: m.PolicyPublished) -> Path:
         return self._policies.fetch(self._uid, published.version, digest=published.digest)
@@ -118,13 +137,14 @@ class JobRuntime:
     async def _pull(self, tasks: TaskGroup) -> None:
         """Take tasks while there is room."""
         name = subjects.tasks_consumer(self._uid)
-        with anyio.fail_after(CONSUMER_PATIENCE_S):
-            while True:
-                try:
-                    puller = await self._context.bus.pull(m.StartRollout, name)
-                    break
-                except QueueGone:
-                    await anyio.sleep(0.1)
+        while True:
+            if self._stopping:
+                return
+            try:
+                puller = await self._context.bus.pull(m.StartRollout, name)
+                break
+            except QueueGone:
+                await anyio.sleep(0.1)  # the scheduler makes it before it allocates; gone again if the job has ended
         try:
             while not self._stopping:
                 changed = self._changed
@@ -137,13 +157,16 @@ class JobRuntime:
                 except QueueGone:
                     return  # the job ended
                 await self._take(deliveries, tasks)
+                if self._engine.broken:
+                    await anyio.sleep(BROKEN_PAUSE_S)
         finally:
             await puller.close()
 
     def _room(self) -> int:
         if self._allocation is None or not self._allocation.units or self._tools is None or not self._engine.ready:
             return 0
-        return self._allocation.max_running - len(self._running)
+        room = self._allocation.max_running - len(self._running)
+        return min(room, 1) if self._engine.broken else room
 
     async def _take(self, deliveries: Sequence[Delivery], tasks: TaskGroup) -> None:
         """Claim the records of tasks, acknowledge, and start what was claimed."""
@@ -152,8 +175,8 @@ class JobRuntime:
             task = delivery.message
             if not isinstance(task, m.StartRollout):
                 raise JigsawError(f"{type(task).__name__} on a task subject")
-            if task.policy > self._engine.version or self._stopping:
-                await delivery.retry(after_s=0.05)
+            if self._stopping or (task.policy != self._engine.version and not self._engine.broken):
+                await self._not_now(delivery, task)
             else:
                 work.append((delivery, task))
         ids = [TrajectoryId(task.job_uid, task.group, task.sample) for _, task in work]
@@ -163,10 +186,17 @@ class JobRuntime:
         claims = await self._context.store.claim(ids, owner=self._context.instance, ttl_ms=ttl_ms)
         for (delivery, task), claim in zip(work, claims, strict=True):
             if isinstance(claim, Claim):
-                self._start(claim, tasks)
+                self._start(await self._of_one_version(claim), tasks)
                 await delivery.ack()
             else:
                 await self._not_claimed(delivery, task, claim)
+
+    async def _not_now(self, delivery: Delivery, task: m.StartRollout) -> None:
+        """A synchronous step's tokens are all of one version: wait for it, or forget a word from before a restart."""
+        if not self._stopping and task.policy.incarnation < self._engine.version.incarnation:
+            await delivery.ack()
+        else:
+            await delivery.retry(after_s=0.05)
 
     async def _not_claimed(self, delivery: Delivery, task: m.StartRollout, why: NotClaimed) -> None:
         if why.why == "later":
@@ -176,8 +206,18 @@ class JobRuntime:
             await self._context.bus.publish(settled_as_failed(task))
         await delivery.ack()  # held by another, or past this state already: nothing to do here
 
+    async def _of_one_version(self, claim: Claim) -> Claim:
+        """The claim; without its tokens if they came from another step's policy, with which the rest can't be continued."""
+        if not len(claim.tokens) or set(claim.tokens["step"].tolist()) == {self._engine.version.step}:
+            return claim
+        await asyncio.gather(*self._commits.put([Restart(claim.spec.id, claim.epoch)]))
+        return msgspec.structs.replace(claim, tokens=claim.tokens[:0])
+
     def _start(self, claim: Claim, tasks: TaskGroup) -> None:
         assert self._tools is not None
+        for held in self._running.values():
+            if held.id == claim.spec.id:  # this worker lost it and has claimed it again
+                held.fail_turn(Lost("claimed anew"))
         trajectory = Trajectory(claim, self._tools)
         self._step = claim.spec.step
         self._running[trajectory.key] = trajectory
@@ -197,10 +237,11 @@ class JobRuntime:
                 await self._context.bus.publish(settled_as_failed(task))
         except Lost as lost:
             self._log.warning("trajectory_lost", trajectory=str(trajectory.id), reason=str(lost))
-            await self._engine.drop([trajectory.key])
         finally:
             self._running.pop(trajectory.key, None)
             self._notify()
+            if trajectory.in_turn:  # it ended in the middle of one: lost, or past its deadline
+                await self._engine.drop([trajectory.key])
 
     def _task(self, trajectory: Trajectory) -> m.StartRollout:
         """The announcement of a trajectory; the claim's epoch numbers it."""
@@ -229,7 +270,7 @@ class JobRuntime:
                         trajectory.fail_turn(Lost(str(answer)))
 
     async def _hand_back(self) -> None:
-        """Give back what is running, with every token that it has, and announce it to the others."""
+        """Give back what is running, with every token that it has."""
         held = list(self._running.values())
         if not held:
             return
@@ -239,7 +280,8 @@ class JobRuntime:
             writes += trajectory.checkpoint()
             writes.append(Release(trajectory.id, trajectory.claim.epoch))
         await asyncio.gather(*self._commits.put(writes))
-        await self._context.bus.publish_all([self._task(trajectory) for trajectory in held])
+        for trajectory in held:
+            trajectory.fail_turn(Lost("handed back"))
         self._log.info("handed_back", trajectories=len(held))
 
     # --- from the engine ---------------------------------------------------------------------------------------------

@@ -44,6 +44,13 @@ class EngineLink(Protocol):
     def version(self) -> PolicyVersion:
         """The policy in force."""
 
+    def require(self) -> None:
+        """Make sure that there is an engine.
+
+        Raises:
+            EngineLost: there is none.
+        """
+
     async def begin(self, request: TurnRequest) -> None:
         """Start generating a turn; its tokens arrive at the trajectory's :meth:`Trajectory.take`."""
 
@@ -75,8 +82,13 @@ class Trajectory:
 
     @property
     def key(self) -> str:
-        """Its name on the engine."""
-        return self.id.member
+        """Its name on the engine; another claim of the same trajectory has another."""
+        return f"{self.id.member}@{self.claim.epoch}"
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the engine has a turn of it that hasn't ended."""
+        return self._turn is not None
 
     # --- called by the engine link -----------------------------------------------------------------------------------
 
@@ -129,6 +141,7 @@ class Trajectory:
             if at.next is Next.TRUNCATED:
                 return StopReason.LENGTH
             if at.next is Next.GENERATE:
+                self._tools.engine.require()
                 if len(self.claim.spec.prompt_ids) + self._length >= self._tools.engine.max_context:
                     return StopReason.CONTEXT
                 stopped = await self._generate(at)
@@ -165,19 +178,22 @@ class Trajectory:
                 stop=self._tools.job.rollout.stop,
             )
         )
-        try:
-            return await self._turn
-        finally:
-            self._turn = None
+        stopped = await self._turn
+        self._turn = None
+        return stopped
 
     async def _respond(self, at: Standing) -> bool:
         """Ask the environment; whether there is another turn."""
         self._tools.commits.put(self.checkpoint())  # while the environment thinks, what was generated is safe
         spec = self.claim.spec
         turns = [self._text(*span) for span in at.spans]
-        outcome = await self._tools.environment.respond(
-            Conversation(prompt=spec.prompt, answer=spec.answer, row=spec.row, turns=turns, seed=spec.seed)
-        )
+        conversation = Conversation(prompt=spec.prompt, answer=spec.answer, row=spec.row, turns=turns, seed=spec.seed)
+        try:
+            outcome = await self._tools.environment.respond(conversation)
+        except EnvironmentFailed:
+            raise
+        except Exception as error:  # an environment may be a user's code: whatever it raises is its failure, not ours
+            raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
         if isinstance(outcome, Done):
             return False
         closed = int(self._joined()["id"][-1]) in self._tools.chat.eos_ids

@@ -51,21 +51,22 @@ class RolloutService:
     async def follow_allocations(self, tasks: TaskGroup) -> None:
         """Start, adjust and end runtimes as allocations come, change and go."""
         table = await self._context.bus.table(m.Allocation)
-        records = await self._context.bus.table(m.JobRecord)
         async for change in table.watch(subjects.allocation_key(self._context.instance, "*")):
-            job_uid = change.key.removeprefix(f"{self._context.instance}.")
-            runtime = self._jobs.get(job_uid)
-            if change.value is None:
-                if runtime is not None:
-                    await runtime.stop()
-                continue
-            if runtime is None:
-                record = await records.get(job_uid)
-                if record is None or record.state is m.JobState.ENDED:
-                    continue
-                runtime = self._jobs[job_uid] = JobRuntime(self._context, record, self._policies)
-                tasks.start_soon(self._run, job_uid, runtime)
-            runtime.allocate(change.value)
+            await self._follow(change.key.removeprefix(f"{self._context.instance}."), change.value, tasks)
+
+    async def _follow(self, job_uid: str, allocation: m.Allocation | None, tasks: TaskGroup) -> None:
+        runtime = self._jobs.get(job_uid)
+        if allocation is None:
+            if runtime is not None:
+                await runtime.stop()
+            return
+        if runtime is None:
+            record = await (await self._context.bus.table(m.JobRecord)).get(job_uid)
+            if record is None or record.state is m.JobState.ENDED or self._context.stopping.is_set():
+                return
+            runtime = self._jobs[job_uid] = JobRuntime(self._context, record, self._policies)
+            tasks.start_soon(self._run, job_uid, runtime, tasks)
+        runtime.allocate(allocation)
 
     async def drain(self) -> None:
         """Give back every trajectory."""
@@ -74,10 +75,14 @@ class RolloutService:
         while self._jobs:
             await self._ended.wait()
 
-    async def _run(self, job_uid: str, runtime: JobRuntime) -> None:
+    async def _run(self, job_uid: str, runtime: JobRuntime, tasks: TaskGroup) -> None:
         try:
             await runtime.run()
         finally:
             del self._jobs[job_uid]
             self._ended.set()
             self._ended = anyio.Event()
+        # An allocation that came back while this runtime was ending went to one that no longer listened.
+        table = await self._context.bus.table(m.Allocation)
+        again = await table.get(subjects.allocation_key(self._context.instance, job_uid))
+        await self._follow(job_uid, again, tasks)

@@ -13,7 +13,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Load an engine with a policy; the first thing said, once.
 
     Attributes:
-        cores: the device's units, as core numbers. units: indices of the ones to start on; none: load on all, then pause.
+        cores: the device's units, as core numbers; which of them to compute on comes with :class:`SetUnits`.
         flush_tokens, flush_ms: new tokens are handed over at the latest after so many per trajectory or so long.
     """
 

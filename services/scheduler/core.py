@@ -20,7 +20,7 @@ from services.scheduler.clock import SteadyClock
 from services.scheduler.jobs import JobEntry
 from services.scheduler.policies.policy import Plan, Policy
 from services.scheduler.rules import Proposal, check
-from services.scheduler.telemetry import Telemetry
+from services.scheduler.telemetry import Telemetry, does_work
 from services.scheduler.view import View
 from services.scheduler.workers import Workers
 
@@ -101,6 +101,8 @@ class Scheduler:
             case e.TelemetrySeen(report=report):
                 if report.sender in self._workers and report.job_uid in self._jobs:
                     self._telemetry.note(report, self._now_s)
+                    if does_work(report):
+                        self._jobs[report.job_uid].worked(self._now_s)
                 return []
             case e.Tick():
                 return self._tick(now)

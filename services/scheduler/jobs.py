@@ -94,6 +94,11 @@ class JobEntry:
         self.begun = self.begun or progress.phase is not m.Phase.STARTING
         return changed
 
+    def worked(self, steady_s: float) -> None:
+        """Note that one of its workers did something, which is progress even while a long step looks still."""
+        if self.quiet_since_s is not None:
+            self.quiet_since_s = steady_s
+
     def holds_units(self, holds: bool, steady_s: float) -> None:
         """Start, keep or stop the clock of its silence."""
         if not holds:

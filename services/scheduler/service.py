@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Delivery
-from libs.common.errors import TransitionError
+from libs.common.errors import RuleViolation, TransitionError
 from libs.common.service import Context, now
 from libs.common.tables import Table
 from services.scheduler import commands as c
@@ -116,6 +116,8 @@ async def consume(
                 todo = scheduler.handle(inbound.event, now())
             except TransitionError as error:
                 await effects.refuse(inbound, str(error))
+            except RuleViolation as error:  # a bug, but one that must not take the decisions in force down with it
+                context.log.error("decision_refused", reason=str(error))
             else:
                 await effects.carry_out(todo)
             if inbound.delivery is not None:

@@ -35,3 +35,14 @@ class Telemetry:
     def snapshot(self) -> Mapping[tuple[str, str], Activity]:
         """Everything known, as it is now."""
         return dict(self._activity)
+
+
+def does_work(report: m.SubStageEntered | m.RolloutWindow | m.TrainerWindow) -> bool:
+    """Whether a report tells of tokens that were processed."""
+    match report:
+        case m.RolloutWindow(tokens_prefill=prefill, tokens_decode=decode):
+            return prefill + decode > 0
+        case m.TrainerWindow(tokens=tokens):
+            return tokens > 0
+        case _:
+            return False

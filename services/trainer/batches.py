@@ -27,14 +27,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What followed a prompt: tokens with behaviour log-probs, versions and flags (``libs.common.tokens.TOKEN``).
-
-    Attributes:
-        truncated: cut off by the budget instead of ended by the policy.
-    """
+    """What followed a prompt: tokens with behaviour log-probs, versions and flags (``libs.common.tokens.TOKEN``)."""
 
     tokens: TokenArray
-    truncated: bool = False
 
 
 class Group(msgspec.Struct, frozen=True):

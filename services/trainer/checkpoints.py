@@ -6,6 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from libs.common import manifest
+from libs.common.errors import JigsawError
+
 PREFIX = "step-"
 
 
@@ -37,9 +40,22 @@ class Checkpoints:
         return sorted(int(path.name.removeprefix(PREFIX)) for path in self._folder.glob(f"{PREFIX}[0-9]*") if path.is_dir())
 
     def newest(self) -> Path | None:
-        """The one to resume from."""
-        steps = self.steps()
-        return self.path(steps[-1]) if steps else None
+        """The newest one that is whole: to resume from. One that is damaged is passed over for the one before."""
+        for step in reversed(self.steps()):
+            try:
+                self.verify(step)
+            except JigsawError:
+                continue
+            return self.path(step)
+        return None
+
+    def verify(self, step: int) -> None:
+        """Read a checkpoint back.
+
+        Raises:
+            JigsawError: it isn't what was written.
+        """
+        manifest.verify(self.path(step), contents=True)
 
     def prune(self, rewards: dict[int, float], *, keep_last: int, keep_best: int) -> None:
         """Delete what isn't kept. Called once the newest has been verified."""

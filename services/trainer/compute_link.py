@@ -72,9 +72,9 @@ class ComputeLink:
         """Write the current policy."""
         await self._ask(wire.WritePolicy(directory), wire.PolicyWritten)
 
-    async def write_checkpoint(self, directory: str, *, extra: dict[str, Any]) -> float:
-        """Write a checkpoint; returns the seconds it took."""
-        return (await self._ask(wire.WriteCheckpoint(directory, extra), wire.CheckpointWritten)).seconds
+    async def write_checkpoint(self, step: int, directory: str, *, extra: dict[str, Any]) -> None:
+        """Write a checkpoint after ``step`` steps of the job."""
+        await self._ask(wire.WriteCheckpoint(step, directory, extra), wire.CheckpointWritten)
 
     async def set_units(self, units: tuple[int, ...], *, revision: int) -> None:
         """Compute on these units from the next micro-batch on; none pauses."""

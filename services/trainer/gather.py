@@ -10,6 +10,7 @@ from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common.bus import Bus, Puller
+from libs.common.errors import JigsawError
 from libs.common.store import TERMINAL, Record, TrajectoryId, TrajectorySpec, TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from services.trainer.job_data import JobData
@@ -25,6 +26,7 @@ class Gatherer:
 
     def __init__(self, *, bus: Bus, store: TrajectoryStore, job_uid: str, instance: str, log: FilteringBoundLogger) -> None:
         self._bus, self._store, self._uid, self._instance, self._log = bus, store, job_uid, instance, log
+        self._specs: dict[TrajectoryId, TrajectorySpec] = {}
         self._attempt = int(time.time() * 1000) % (1 << 40)  # announcements of an earlier life must not swallow ours
 
     async def gather(
@@ -38,8 +40,10 @@ class Gatherer:
         on_progress: Callable[[], None],
     ) -> None:
         """Issue ``groups`` and return when the ledger is complete, replacements included."""
+        self._specs = {}
         await self._issue(ledger, groups, policy)
         heard_at = checked_at = time.monotonic()
+        patience_s = QUIET_S
         await self._reconcile(ledger, policy, quiet=False)  # after a restart most of it may be there already
         on_progress()
         while True:
@@ -59,20 +63,29 @@ class Gatherer:
                 heard_at = now
                 on_progress()
             if now - checked_at >= RECONCILE_S:
-                quiet = now - heard_at >= QUIET_S
+                quiet = now - heard_at >= patience_s
                 await self._reconcile(ledger, policy, quiet=quiet)
                 checked_at = now
-                heard_at = now if quiet else heard_at
+                if quiet:  # perhaps everyone is busy with long ones: ask less and less often
+                    heard_at, patience_s = now, 2 * patience_s
 
     async def records(self, groups: Sequence[int], *, samples: int) -> list[Record]:
-        """What the store holds of these groups, in order."""
+        """What the store holds of these groups, in order.
+
+        Raises:
+            JigsawError: not all of it is there.
+        """
         ids = [TrajectoryId(self._uid, group, sample) for group in groups for sample in range(samples)]
-        return [record for record in await self._store.read(ids) if record is not None]
+        records = [record for record in await self._store.read(ids) if record is not None]
+        if len(records) < len(ids):
+            raise JigsawError(f"{len(ids) - len(records)} trajectories of a complete step are missing from the store")
+        return records
 
     async def _issue(self, ledger: StepLedger, groups: Sequence[Sequence[TrajectorySpec]], policy: PolicyVersion) -> None:
         for group in groups:
             ledger.issue(group[0].id.group, purpose=group[0].purpose, samples=len(group))
         specs = [spec for group in groups for spec in group]
+        self._specs |= {spec.id: spec for spec in specs}
         created = await self._store.create(specs)
         if created < len(specs):
             self._log.info("records_found", records=len(specs) - created, step=ledger.step)
@@ -98,14 +111,20 @@ class Gatherer:
     async def _reconcile(self, ledger: StepLedger, policy: PolicyVersion, *, quiet: bool) -> None:
         """Ask the store about what is missing; announce again what nobody seems to work on."""
         missing = [TrajectoryId(self._uid, group, sample) for group, sample in ledger.missing()]
-        unclaimed, unscored = [], []
+        unclaimed, unscored, lost = [], [], list[TrajectorySpec]()
         for id, state in zip(missing, await self._store.states(missing), strict=True):
-            if state in TERMINAL:
+            if state == "gone":
+                lost.append(self._specs[id])
+            elif state in TERMINAL:
                 ledger.settle(id.group, id.sample, "scored" if state == "scored" else "failed")
             elif state == "expired" or (state == "pending" and quiet):
                 unclaimed.append(id)
             elif state == "finished" and quiet:
                 unscored.append(id)
+        if lost:  # the store lost its last second, or all of it
+            self._log.warning("records_lost", records=len(lost), step=ledger.step)
+            await self._store.create(lost)
+            unclaimed += [spec.id for spec in lost]
         if unclaimed:
             self._log.info("announced_again", trajectories=len(unclaimed), step=ledger.step)
             await self._announce(unclaimed, ledger.step, policy)

@@ -18,7 +18,6 @@ class History(msgspec.Struct):
     rewards: list[float] = []
     evaluations: list[tuple[int, float]] = []
     tokens: int = 0
-    completion_tokens: int = 0
     rollout_s: float = 0.0
     train_s: float = 0.0
     other_s: float = 0.0
@@ -123,6 +122,6 @@ def warnings_of(summary: StepSummary, metrics: dict[str, float]) -> dict[str, st
         )
     if metrics.get("loss/policy") == 0.0 and metrics.get("grad_norm") == 0.0:
         found["zero_loss"] = "the loss and its gradient were exactly 0: the step changed nothing"
-    if metrics.get("update_skipped"):
+    if metrics.get("updates_skipped"):
         found["update_skipped"] = "an update was skipped because its loss or gradient was not finite"
     return found

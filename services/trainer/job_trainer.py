@@ -34,7 +34,6 @@ from services.trainer.publication import Publication
 from services.trainer.run_log import RunLog
 from services.trainer.steps import StepLedger, is_evaluation_step
 
-CONSUMER_PATIENCE_S = 30.0
 TELL_S = 0.5
 
 
@@ -55,6 +54,7 @@ class JobTrainer:
         self._phase, self._step = Phase.STARTING, 0
         self._job: Job = record.job
         self._told_at, self._tell_wanted = 0.0, anyio.Event()
+        self._checkpoint_s = 0.0
 
     @property
     def step(self) -> int:
@@ -73,7 +73,7 @@ class JobTrainer:
         model = await anyio.to_thread.run_sync(resolve_model, self._job.model.path)
         data = await self._load_data(model)
         ready = await self._load(model, data)
-        log = await anyio.to_thread.run_sync(RunLog, self._folder)
+        log = await anyio.to_thread.run_sync(RunLog, self._folder, ready.step)
         gatherer = Gatherer(
             bus=self._context.bus,
             store=self._context.store,
@@ -137,12 +137,11 @@ class JobTrainer:
         return ready
 
     async def _settled(self) -> Puller:
-        with anyio.fail_after(CONSUMER_PATIENCE_S):
-            while True:
-                try:
-                    return await self._context.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self._uid))
-                except QueueGone:
-                    await anyio.sleep(0.1)
+        while True:
+            try:
+                return await self._context.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self._uid))
+            except QueueGone:
+                await anyio.sleep(0.1)  # the scheduler makes it before it allocates; gone again if the job has ended
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -172,29 +171,31 @@ class JobTrainer:
         summary = self._account(self._by_group(training))
         metrics = await self._train(step, training)
         trained = time.monotonic()
-        await self._account_evaluation(gatherer, step, metrics)
+        evaluated = await self._account_evaluation(gatherer, step, metrics)
         metrics |= summary.metrics()
         for warning in self._history.warn(warnings_of(summary, metrics)):
             self._log.warning("attention", step=step, message=warning)
-        publishing = time.monotonic()
         policy = await self._publication.policy(step + 1)
         published = time.monotonic()
+        tokens = self._tokens(training)
+        metrics |= {
+            "time/rollout": gathered - started,
+            "time/train": trained - gathered,
+            "time/publish": published - trained,
+            "time/checkpoint": self._checkpoint_s,
+            "time/step": published - started + self._checkpoint_s,
+            "throughput/tokens": float(tokens),
+            "throughput/tokens_per_s": tokens / (published - started + self._checkpoint_s),
+        }
+        self._log.info("step", step=step, reward=self._history.rewards[-1], seconds=round(metrics["time/step"], 2))
+        # Before the checkpoint: once that is there, the step isn't done again, and what wasn't written would be missing.
+        await anyio.to_thread.run_sync(lambda: log.samples(step, training + evaluated, shown=self._job.train.log_samples))
+        await anyio.to_thread.run_sync(lambda: log.scalars(step, metrics))
         self._publication.retain([record.spec.id for record in training])
         self._history.rollout_s += gathered - started
         self._history.train_s += trained - gathered
         self._history.other_s += time.monotonic() - trained
         await self._checkpoint_if_due(step + 1, data)
-        metrics |= {
-            "time/rollout": gathered - started,
-            "time/train": trained - gathered,
-            "time/publish": published - publishing,
-            "time/checkpoint": time.monotonic() - published,
-            "time/step": time.monotonic() - started,
-            "throughput/tokens": float(sum(len(record.spec.prompt_ids) + len(record.tokens) for record in training)),
-        }
-        self._log.info("step", step=step, reward=self._history.rewards[-1], seconds=round(metrics["time/step"], 2))
-        await anyio.to_thread.run_sync(lambda: log.samples(step, training, shown=self._job.train.log_samples))
-        await anyio.to_thread.run_sync(lambda: log.scalars(step, metrics))
         return policy
 
     def _begin(self, step: int, phase: Phase) -> None:
@@ -227,7 +228,6 @@ class JobTrainer:
         flat = [record for group in groups for record in group]
         self._history.rewards.append(sum(summary.rewards) / len(summary.rewards) if summary.rewards else 0.0)
         self._history.tokens += self._tokens(flat)
-        self._history.completion_tokens += sum(len(record.tokens) for record in flat)
         self._history.failed += sum(record.state == "failed" for record in flat)
         self._history.truncated += sum(record.stop_reason in TRUNCATED_BY for record in flat)
         self._history.retries += sum(record.attempts - 1 for record in flat if record.attempts > 1)
@@ -243,10 +243,11 @@ class JobTrainer:
         section = self._job.eval
         return section is not None and is_evaluation_step(step, every=section.every, steps=self._job.train.steps)
 
-    async def _account_evaluation(self, gatherer: Gatherer, step: int, metrics: dict[str, float]) -> None:
+    async def _account_evaluation(self, gatherer: Gatherer, step: int, metrics: dict[str, float]) -> list[Record]:
+        """Add a step's held-out samples, if it has any, to the history and to its metrics; returns them."""
         groups = self._ledger.groups("eval")
         if not groups or self._job.eval is None:
-            return
+            return []
         records = await gatherer.records(groups, samples=self._job.eval.samples)
         rewards = [record.reward for record in records if record.reward is not None]
         if rewards:
@@ -254,6 +255,7 @@ class JobTrainer:
             self._history.evaluations.append((step, mean))
             metrics["eval/reward_mean"] = mean
         self._publication.retain([record.spec.id for record in records])
+        return records
 
     async def _final_evaluation(
         self, policy: PolicyVersion, *, data: JobData, gatherer: Gatherer, settled: Puller, log: RunLog
@@ -267,17 +269,22 @@ class JobTrainer:
         groups = data.evaluation_groups(step=steps)
         await gatherer.gather(self._ledger, groups, data=data, policy=policy, settled=settled, on_progress=self._tell_soon)
         metrics: dict[str, float] = {}
-        await self._account_evaluation(gatherer, steps, metrics)
+        evaluated = await self._account_evaluation(gatherer, steps, metrics)
+        await anyio.to_thread.run_sync(lambda: log.samples(steps, evaluated, shown=0))
         await anyio.to_thread.run_sync(lambda: log.scalars(steps, metrics))
 
     async def _checkpoint_if_due(self, step: int, data: JobData) -> None:
+        """Checkpoint after the steps that ask for one; its time counts with the step that follows."""
+        started = time.monotonic()
         train = self._job.train
-        if step % train.checkpoint_every != 0 and step != train.steps:
-            return
-        extra: dict[str, Any] = {"position": data.position, "history": msgspec.to_builtins(self._history)}
-        rewards = dict(self._history.evaluations) or dict(enumerate(self._history.rewards, start=1))
-        seconds = await self._publication.checkpoint(step, extra=extra, rewards=rewards, train=train)
-        self._log.info("checkpoint", step=step, seconds=round(seconds, 1))
+        if step % train.checkpoint_every == 0 or step == train.steps:
+            extra: dict[str, Any] = {"position": data.position, "history": msgspec.to_builtins(self._history)}
+            # Without evaluation, the policy after n updates is judged by the step that it sampled: the n-th, from 0.
+            rewards = dict(self._history.evaluations) or dict(enumerate(self._history.rewards))
+            await self._publication.checkpoint(step, extra=extra, rewards=rewards, train=train)
+            self._log.info("checkpoint", step=step, seconds=round(time.monotonic() - started, 1))
+        self._checkpoint_s = time.monotonic() - started
+        self._history.other_s += self._checkpoint_s
 
     # --- telling -----------------------------------------------------------------------------------------------------
 
@@ -321,7 +328,5 @@ class JobTrainer:
 
 def _to_wire(group: list[Record]) -> wire.SampleGroup:
     """A group's scored samples as the training process takes them."""
-    samples = [
-        wire.Sample(record.tokens.tobytes(), record.reward or 0.0, record.stop_reason in TRUNCATED_BY) for record in group
-    ]
+    samples = [wire.Sample(record.tokens.tobytes(), record.reward or 0.0) for record in group]
     return wire.SampleGroup(group[0].spec.prompt_ids, samples)

@@ -10,10 +10,10 @@ from typing import Any
 
 import anyio
 
+from libs.common import manifest
 from libs.common import messages as m
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, StaleEpochError
 from libs.common.job import TrainSection
-from libs.common.manifest import complete_or_invisible
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
 from libs.common.store import TrajectoryId
@@ -49,14 +49,15 @@ class Publication:
             Superseded: the pointer is at a newer incarnation's version.
         """
         version = PolicyVersion(step, self._incarnation)
-        with self._policies.writing(self._uid, version) as folder:
-            await self._compute.write_policy(str(folder))
+        folder = await anyio.to_thread.run_sync(self._policies.prepare, self._uid, version)
+        await self._compute.write_policy(str(folder))
+        digest = await anyio.to_thread.run_sync(self._policies.complete, self._uid, version)
         published = m.PolicyPublished(
             sender=self._context.instance,
             job_uid=self._uid,
             version=version,
             url=self._policies.url(self._uid, version),
-            digest=self._policies.digest(self._uid, version),
+            digest=digest,
         )
         table = await self._context.bus.table(m.PolicyPublished)
         current = await table.entry(self._uid)
@@ -73,25 +74,42 @@ class Publication:
         """These records were trained or evaluated; they stay in the store until a checkpoint includes them."""
         self._retained += ids
 
-    async def checkpoint(self, step: int, *, extra: dict[str, Any], rewards: dict[int, float], train: TrainSection) -> float:
-        """Checkpoint after ``step`` updates, forget the records that it includes, drop older ones; seconds it took.
+    async def checkpoint(self, step: int, *, extra: dict[str, Any], rewards: dict[int, float], train: TrainSection) -> None:
+        """Checkpoint after ``step`` updates, verify it, forget the records that it includes, drop older ones.
 
         Args:
             rewards: by which checkpoints are judged, per step.
+
+        Raises:
+            Superseded: another trainer holds the job.
         """
-        seconds = await self._compute.write_checkpoint(str(self.checkpoints.path(step)), extra=extra)
-        await self._context.store.forget(self._retained)
+        await self._require_hold()
+        await self._compute.write_checkpoint(step, str(self.checkpoints.path(step)), extra=extra)
+        await anyio.to_thread.run_sync(self.checkpoints.verify, step)
+        try:
+            await self._context.store.forget(self._retained, incarnation=self._incarnation)
+        except StaleEpochError:
+            raise Superseded(f"job {self._uid} is held by another trainer") from None
         self._retained = []
 
         def prune() -> None:
             self.checkpoints.prune(rewards, keep_last=train.keep_last, keep_best=train.keep_best)
 
         await anyio.to_thread.run_sync(prune)
-        return seconds
+
+    async def _require_hold(self) -> None:
+        """A trainer that was frozen and replaced must not touch what its successor needs.
+
+        Raises:
+            Superseded: another one holds the job.
+        """
+        if await self._context.store.holder(self._uid) != self._incarnation:
+            raise Superseded(f"job {self._uid} is held by another trainer")
 
     async def model(self) -> Path:
         """Write the trained model in Hugging Face format; where it lies."""
         target = self._folder / "model"
-        with complete_or_invisible(target, durable=True) as folder:
-            await self._compute.write_policy(str(folder))
+        partial = await anyio.to_thread.run_sync(manifest.prepare, target)
+        await self._compute.write_policy(str(partial))
+        await anyio.to_thread.run_sync(lambda: manifest.complete(target, durable=True))
         return target

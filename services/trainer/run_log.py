@@ -4,12 +4,14 @@ Written by the service process, without torch: TensorBoard's own event writer is
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from libs.common.errors import JigsawError
 from libs.common.samples import SampleLine, write_samples
 from libs.common.store import Record
 
@@ -20,34 +22,44 @@ class RunLog:
     Args:
         folder: of the job; TensorBoard's files go to ``tensorboard``, samples to ``samples``, numbers to
             ``metrics.jsonl``.
+        start: the step that comes first; what is there of it and later ones is done again.
+
+    Raises:
+        JigsawError: the folder can't be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder = folder
-        self._events: Any = EventFileWriter(str(folder / "tensorboard"))
-        self._metrics = (folder / "metrics.jsonl").open("ab")
+        self._folder, self._path = folder, folder / "metrics.jsonl"
+        with _writable(folder):
+            self._events: Any = EventFileWriter(str(folder / "tensorboard"))
+            self._events.add_event(Event(step=start, session_log=SessionLog(status=SessionLog.START)))
+            _forget_steps(self._path, start)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of one step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._event(step, Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]))
-        self._metrics.write(msgspec.json.encode({"step": step, "time": time.time(), **values}) + b"\n")
-        self._metrics.flush()
+        line = msgspec.json.encode({"step": step, "time": time.time(), **values}) + b"\n"
+        with _writable(self._folder):
+            self._event(step, Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]))
+            with self._path.open("ab") as metrics:
+                metrics.write(line)
 
     def samples(self, step: int, records: Sequence[Record], *, shown: int) -> None:
         """All samples of a step as lines in a file, the first ``shown`` of them as text in TensorBoard, too."""
         lines = [_line(record) for record in records]
         write_samples(self._folder, step, lines)
-        for index, line in enumerate(lines[:shown]):
-            self._text(step, f"samples/{index}", _markdown(line))
+        with _writable(self._folder):
+            for index, line in enumerate(lines[:shown]):
+                self._text(step, f"samples/{index}", _markdown(line))
 
     def close(self) -> None:
         """Flush and close."""
-        self._events.close()
-        self._metrics.close()
+        with _writable(self._folder):
+            self._events.close()
 
     def _text(self, step: int, tag: str, text: str) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -59,6 +71,21 @@ class RunLog:
 
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._events.flush()
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JigsawError(f"the log in {folder} can't be written: {error.strerror or error}") from error
+
+
+def _forget_steps(path: Path, start: int) -> None:
+    """Leave out of a log of numbers what an earlier life wrote of steps that are done again from ``start`` on."""
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(line for line in lines if msgspec.json.decode(line)["step"] < start))
 
 
 def _line(record: Record) -> SampleLine:

@@ -37,6 +37,7 @@ class HeldJob:
     def __init__(self) -> None:
         self.scope = anyio.CancelScope()
         self.compute: ComputeLink | None = None
+        self.step = 0
         self._allocation: m.Allocation | None = None
 
     @property
@@ -88,34 +89,41 @@ class TrainerService:
     async def follow_allocations(self, tasks: TaskGroup) -> None:
         """Start, adjust and end jobs as allocations come, change and go."""
         table = await self._context.bus.table(m.Allocation)
-        records = await self._context.bus.table(m.JobRecord)
         async for change in table.watch(subjects.allocation_key(self._context.instance, "*")):
-            job_uid = change.key.removeprefix(f"{self._context.instance}.")
-            job = self._jobs.get(job_uid)
-            if change.value is None:
-                if job is not None:
-                    job.scope.cancel()
-                continue
-            if job is None:
-                record = await records.get(job_uid)
-                if record is None or record.state is m.JobState.ENDED:
-                    continue
-                job = self._jobs[job_uid] = HeldJob()
-                tasks.start_soon(self._hold, record, job)
-            await job.allocate(change.value)
+            await self._follow(change.key.removeprefix(f"{self._context.instance}."), change.value, tasks)
 
-    async def _hold(self, record: m.JobRecord, job: HeldJob) -> None:
+    async def _follow(self, job_uid: str, allocation: m.Allocation | None, tasks: TaskGroup) -> None:
+        job = self._jobs.get(job_uid)
+        if allocation is None:
+            if job is not None:
+                job.scope.cancel()
+            return
+        if job is None:
+            record = await (await self._context.bus.table(m.JobRecord)).get(job_uid)
+            if record is None or record.state is m.JobState.ENDED:
+                return
+            job = self._jobs[job_uid] = HeldJob()
+            tasks.start_soon(self._hold, record, job, tasks)
+        await job.allocate(allocation)
+
+    async def _hold(self, record: m.JobRecord, job: HeldJob, tasks: TaskGroup) -> None:
         """Run a job to its end, over as many training processes as it takes, and report how it ended."""
         log = self._context.log.bind(job=record.job_uid)
+        given_up = False
         try:
             with job.scope:
                 await self._context.bus.publish(await self._outcome(record, job))
-            if job.scope.cancelled_caught:
-                log.info("job_given_up")
+            given_up = job.scope.cancelled_caught
         except Superseded as reason:
             log.warning("superseded", reason=str(reason))
         finally:
             del self._jobs[record.job_uid]
+        if given_up:
+            log.info("job_given_up")
+            # An allocation that came back while this life was ending went to a life that no longer listened.
+            table = await self._context.bus.table(m.Allocation)
+            again = await table.get(subjects.allocation_key(self._context.instance, record.job_uid))
+            await self._follow(record.job_uid, again, tasks)
 
     async def tidy(self) -> None:
         """Delete the policy versions of jobs that have ended; their checkpoints and models stay."""
@@ -125,7 +133,7 @@ class TrainerService:
                 await anyio.to_thread.run_sync(partial(self._policies.prune, change.key, keep=()))
 
     async def _outcome(self, record: m.JobRecord, job: HeldJob) -> m.TrainingEnded:
-        deaths = 0
+        deaths, reached = 0, 0
         outcome, reason = m.Outcome.FAILED, ""
         while deaths < LIVES:
             try:
@@ -133,8 +141,8 @@ class TrainerService:
                 outcome, reason = m.Outcome.SUCCEEDED, ""
                 break
             except ComputeLost as lost:
-                deaths += 1
-                reason = str(lost)
+                deaths = deaths + 1 if job.step == reached else 1
+                reached, reason = job.step, str(lost)
                 self._context.log.warning("training_process_lost", job=record.job_uid, reason=reason, deaths=deaths)
             except Superseded:
                 raise
@@ -169,7 +177,7 @@ class TrainerService:
             except JigsawError as error:
                 failure = error  # raised outside the group, which would wrap it
             finally:
-                job.compute = None
+                job.compute, job.step = None, trainer.step
                 with anyio.CancelScope(shield=True):
                     await compute.stop()
                 tasks.cancel_scope.cancel()

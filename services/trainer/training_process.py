@@ -64,7 +64,8 @@ class TrainingProcess:
             case wire.WritePolicy(directory=directory):
                 self._learner.write_policy(Path(directory))
                 self._parent.send(wire.PolicyWritten(time.monotonic() - started))
-            case wire.WriteCheckpoint(directory=directory, extra=extra):
+            case wire.WriteCheckpoint(step=step, directory=directory, extra=extra):
+                self._learner.step = step  # a step without anything to learn from wasn't sent here, and counts all the same
                 self._learner.save_checkpoint(Path(directory), extra=extra)
                 self._parent.send(wire.CheckpointWritten(time.monotonic() - started))
             case wire.Load() | wire.SetUnits():
@@ -84,7 +85,7 @@ class TrainingProcess:
         rewards = [sample.reward for sample in group.samples]
         return Group(
             prompt_ids=group.prompt_ids,
-            completions=[Completion(from_bytes(sample.tokens), sample.truncated) for sample in group.samples],
+            completions=[Completion(from_bytes(sample.tokens)) for sample in group.samples],
             advantages_G=advantages(rewards, normalise=self._job.algorithm.normalise).tolist(),
         )
 

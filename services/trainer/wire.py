@@ -22,11 +22,10 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One trajectory to train on: its tokens as stored, its reward, whether it was cut off."""
+    """One trajectory to train on: its tokens as stored, and its reward."""
 
     tokens: bytes
     reward: float
-    truncated: bool
 
 
 class SampleGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -50,8 +49,9 @@ class WritePolicy(msgspec.Struct, frozen=True, tag=True):
 
 
 class WriteCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Write a checkpoint as this directory; ``extra`` comes back on resume."""
+    """Write a checkpoint after ``step`` steps of the job as this directory; ``extra`` comes back on resume."""
 
+    step: int
     directory: str
     extra: dict[str, Any]
 

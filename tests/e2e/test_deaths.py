@@ -1,5 +1,6 @@
 """Processes that die in the middle of a job: it ends all the same, with every sample trained once."""
 
+import json
 import os
 import signal
 import time
@@ -45,6 +46,8 @@ def test_a_job_survives_a_kill(node: NodeUnderTest, tmp_path: Path, module: str)
     assert len(ended["rewards"]) == STEPS
     folder = node.home / "jobs" / uid
     assert sampled_steps(folder) == list(range(STEPS))
+    numbers = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert numbers == list(range(STEPS))
     lines = [line for step in range(STEPS) for line in read_samples(folder, step)]
     assert set(Counter((line.group, line.sample) for line in lines).values()) == {1}
     assert len(lines) == STEPS * 16

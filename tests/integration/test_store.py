@@ -14,6 +14,7 @@ from libs.common.store import (
     NotClaimed,
     Release,
     Renew,
+    Restart,
     Score,
     TrajectoryId,
     TrajectorySpec,
@@ -69,7 +70,7 @@ async def test_a_whole_life(store: TrajectoryStore, job_uid: str) -> None:
     assert (record.reward, record.reason, record.owner, record.attempts) == (0.5, "close", "w", 1)
     assert record.tokens.tobytes() == join(first, second).tobytes()
     assert await store.members(job_uid) == [one.id, TrajectoryId(job_uid, 0, 1)]
-    await store.forget([one.id])
+    await store.forget([one.id], incarnation=await store.hold_job(job_uid, owner="t"))
     assert await store.members(job_uid) == [TrajectoryId(job_uid, 0, 1)]
     assert await store.read([one.id]) == [None]
     await store.forget_job(job_uid)
@@ -227,6 +228,40 @@ async def test_holding_a_job_counts_up(store: TrajectoryStore, job_uid: str) -> 
     assert await store.holder(job_uid) == 0
     assert [await store.hold_job(job_uid, owner="a"), await store.hold_job(job_uid, owner="b")] == [1, 2]
     assert await store.holder(job_uid) == 2
+
+
+async def test_a_replaced_trainer_cannot_forget_what_its_successor_needs(store: TrajectoryStore, job_uid: str) -> None:
+    one = spec(job_uid)
+    await store.create([one])
+    replaced = await store.hold_job(job_uid, owner="a")
+    await store.hold_job(job_uid, owner="b")
+    with pytest.raises(StaleEpochError):
+        await store.forget([one.id], incarnation=replaced)
+    assert await store.members(job_uid) == [one.id]
+
+
+async def test_beginning_again_drops_the_tokens_and_keeps_the_claim(store: TrajectoryStore, job_uid: str) -> None:
+    one = spec(job_uid)
+    await store.create([one])
+    claim = await claim_one(store, one.id)
+    await store.write([Append(one.id, claim.epoch, 0, tokens(1, 2, 3))])
+    assert await store.write([Restart(one.id, claim.epoch)]) == [1]
+    assert await store.write([Append(one.id, claim.epoch, 0, tokens(9))]) == [1]
+    (record,) = await store.read([one.id])
+    assert record is not None
+    assert record.tokens["id"].tolist() == [9]
+    (refused,) = await store.write([Restart(one.id, claim.epoch - 1)])
+    assert isinstance(refused, StaleEpochError)
+
+
+async def test_a_lease_that_ran_out_shows(store: TrajectoryStore, job_uid: str) -> None:
+    one = spec(job_uid)
+    await store.create([one])
+    assert await store.states([one.id]) == ["pending"]
+    await claim_one(store, one.id, ttl_ms=30)
+    assert await store.states([one.id]) == ["running"]
+    await asyncio.sleep(0.05)
+    assert await store.states([one.id]) == ["expired"]
 
 
 async def test_forgetting_thousands_of_records(store: TrajectoryStore, job_uid: str) -> None:

@@ -84,3 +84,8 @@ def test_newest_and_best_checkpoints_are_kept() -> None:
 def test_of_equally_good_checkpoints_the_first_is_best_and_unjudged_ones_go() -> None:
     kept = [Kept(10, 0.5), Kept(20, 0.5), Kept(30, None), Kept(40, None)]
     assert droppable(kept, keep_last=1, keep_best=1) == [20, 30]
+
+
+def test_a_skipped_update_is_warned_of_by_the_learners_own_metric() -> None:
+    assert "update_skipped" in warnings_of(summarise([]), {"updates_skipped": 1.0})
+    assert "update_skipped" not in warnings_of(summarise([]), {"updates_skipped": 0.0})

@@ -38,6 +38,11 @@ class FakeEngine:
         self._turns = turns
         self.requests: list[TurnRequest] = []
         self.trajectory: Trajectory | None = None
+        self.broken = False
+
+    def require(self) -> None:
+        if self.broken:
+            raise EngineLost("it can't be loaded")
 
     async def begin(self, request: TurnRequest) -> None:
         self.requests.append(request)
@@ -100,6 +105,7 @@ async def play(
     *,
     before: TokenArray | None = None,
     wait_s: float = 0.0,
+    broken: bool = False,
     **rollout: object,
 ) -> Played:
     settings = job(**rollout)
@@ -117,6 +123,7 @@ async def play(
         max_attempts=3,
     )
     store, engine, environment = FakeStore(), FakeEngine(turns), FakeEnvironment(answers, wait_s=wait_s)
+    engine.broken = broken
     commits = GroupCommit(store)  # type: ignore[arg-type]  # a fake store
     committing = asyncio.create_task(commits.run())
     claim = Claim(spec, 4, 2, join() if before is None else before)
@@ -239,3 +246,17 @@ async def test_a_full_context_ends_the_trajectory(chat: ChatTokenizer) -> None:
     played = await play(chat, [], [], before=before, max_new_tokens=1000)
     assert isinstance(played.end, Finish)
     assert played.end.stop_reason == "context"
+
+
+async def test_an_engine_that_cannot_be_loaded_fails_the_attempt_with_its_reason(chat: ChatTokenizer) -> None:
+    played = await play(chat, [], [], broken=True)
+    assert isinstance(played.end, Fail)
+    assert "can't be loaded" in played.end.error
+
+
+@pytest.mark.parametrize("error", [KeyError("tool"), TimeoutError("slow"), ValueError("odd")])
+async def test_whatever_an_environment_raises_is_its_failure(chat: ChatTokenizer, error: Exception) -> None:
+    played = await play(chat, [([40, chat.eos_ids[0]], StopReason.STOP)], [error])
+    assert isinstance(played.end, Fail)
+    assert type(error).__name__ in played.end.error
+    assert played.end.backoff_ms
