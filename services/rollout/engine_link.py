@@ -39,7 +39,7 @@ class EngineLink:
         self._policy_known = anyio.Event()
         self._units: wire.SetUnits | None = None
         self._loaded: PolicyVersion | None = None
-        self._broken = ""
+        self._failure, self._broken = "", ""
         self._stopping = False
         self._dropping: dict[str, anyio.Event] = {}
         self.max_context = 0
@@ -71,7 +71,9 @@ class EngineLink:
                 return
             failures = 0 if loaded else failures + 1
             if failures >= LOAD_TRIES:
+                self._broken = self._failure or "the engine process keeps dying"
                 self._log.error("engine_broken", reason=self._broken)
+                await self._receiver(wire.StepFailed(self._broken))
                 await anyio.sleep_forever()
             await anyio.sleep(0.5 * 2**failures)
 
@@ -132,10 +134,12 @@ class EngineLink:
         self._child = child
         ever_loaded = False
         try:
-            await self._policy_known.wait()  # the process does its imports meanwhile
-            await child.send(self._load())
             async for message in child.receive():
                 ever_loaded = ever_loaded or (isinstance(message, wire.Loaded) and not message.error)
+                if isinstance(message, wire.Started):
+                    await self._policy_known.wait()
+                    await child.send(self._load())  # only now, so that it is the newest policy
+                    continue
                 await self._note(message)
                 await self._receiver(message)
             end = await child.ended()
@@ -146,7 +150,7 @@ class EngineLink:
             self._dropping.clear()
         if self._stopping:
             return ever_loaded
-        reason = self._broken or f"the engine process ended: {end}"
+        reason = self._failure or f"the engine process ended: {end}"
         self._log.error("engine_ended", reason=reason)
         await self._receiver(wire.StepFailed(reason))
         return ever_loaded
@@ -154,9 +158,9 @@ class EngineLink:
     async def _note(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Loaded(error=error) if error:
-                self._broken = f"the engine can't be loaded: {error}"
+                self._failure = f"the engine can't be loaded: {error}"
             case wire.Loaded(version=version, seconds=seconds, max_context=max_context):
-                self._broken, self._loaded, self.max_context = "", version, max_context
+                self._failure, self._loaded, self.max_context = "", version, max_context
                 self._log.info("engine_loaded", policy=str(version), seconds=round(seconds, 2), max_context=max_context)
                 await self._catch_up(version)
             case wire.PolicySwitched(version=version, seconds=seconds):

@@ -213,6 +213,7 @@ def main() -> None:
     if sys.argv[1] == "vllm":
         import vllm.v1.engine.core  # noqa: F401
     try:
+        parent.send(wire.Started())
         load, *early = parent.receive(wait_s=None)
         if not isinstance(load, wire.Load):
             raise JigsawError("an engine process is told to load first")

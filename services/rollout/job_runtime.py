@@ -303,6 +303,7 @@ class JobRuntime:
             case wire.StepFailed(error=error):
                 for trajectory in list(self._running.values()):
                     trajectory.fail_turn(EngineLost(error))
+                self._notify()
             case wire.Window():
                 await self._report(message)
             case wire.Entered(sub_stage=sub_stage):

@@ -60,6 +60,10 @@ class SetUnits(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Load | Begin | Drop | SwitchPolicy | SetUnits
 
 
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The process has done its imports and waits to be told to load."""
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The engine is ready, or can't be: then ``error`` says why. ``max_context`` in tokens."""
 
@@ -129,7 +133,7 @@ class StepFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-FromEngine = Loaded | Progress | Dropped | PolicySwitched | UnitsApplied | Window | Entered | StepFailed
+FromEngine = Started | Loaded | Progress | Dropped | PolicySwitched | UnitsApplied | Window | Entered | StepFailed
 
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
