@@ -101,6 +101,13 @@ class Table(Generic[M]):
                     return
                 if not isinstance(entry, KeyValue.Entry):
                     for key in set(seen) - (snapshot or set()):
+                        # nats-py may mark the snapshot's end before it has handed over what is in it, so ask about each
+                        try:
+                            if await self.entry(key) is not None:
+                                continue
+                        except NatsError as error:
+                            self._log.warning("watch_failed", bucket=self._kind.__name__, error=str(error))
+                            return
                         del seen[key]
                         yield Change(key, None, 0)
                     snapshot = None
