@@ -13,6 +13,13 @@ from libs.common.store import TrajectoryStore
 from libs.node.servers import start_nats, start_valkey
 
 
+@pytest.fixture(autouse=True)
+def fresh_logging() -> Iterator[None]:
+    """A command under test configures logging for its process; the next test must not write into its closed streams."""
+    yield
+    structlog.reset_defaults()
+
+
 @pytest.fixture(scope="session")
 def servers_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the run's servers keep their files."""

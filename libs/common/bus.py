@@ -41,7 +41,7 @@ PUBLISH_TRIES = 3
 M = TypeVar("M", bound=m.Message)
 
 
-class Delivery(msgspec.Struct, frozen=True):
+class Delivery(msgspec.Struct, frozen=True, eq=False):
     """A message from a stream, to be acknowledged once its effect is safe."""
 
     message: m.AnyMessage

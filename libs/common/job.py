@@ -297,6 +297,8 @@ def _check(job: Job, file: str) -> None:
             refuse(f"{key}.template", "must contain {prompt}")
     if job.model.max_context is not None and job.rollout.max_new_tokens >= job.model.max_context:
         refuse("rollout.max_new_tokens", "must leave room for the prompt in model.max_context")
+    if job.rollout.temperature == 0:
+        refuse("rollout.temperature", "must be above 0: greedy samples of a group are all alike, and nothing can be learned")
     if job.environment.name == "single_turn" and job.rollout.max_turns != 1:
         refuse("rollout.max_turns", "the single_turn environment has exactly 1 turn")
 

@@ -96,5 +96,10 @@ class PolicyStore:
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def prune_copies(self, job_uid: str, *, keep: Collection[PolicyVersion]) -> None:
+        """Delete this machine's copies of versions that lie elsewhere; ones that lie here are their trainer's to delete."""
+        if self._local is None:
+            self.prune_mirror(job_uid, keep=keep)
+
     def _folder(self, job_uid: str, version: PolicyVersion) -> Path:
         return self._mirror / job_uid / str(version)

@@ -56,7 +56,7 @@ class RewardSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Scheduling on this node: the policy by name."""
 
-    policy: str = "sequential"
+    policy: Literal["sequential", "static-split"] = "sequential"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -145,9 +145,13 @@ def load_settings(path: Path) -> NodeSettings:
     for key, value in given.items():
         merged[key] = {**merged[key], **value} if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
     try:
-        return msgspec.convert(merged, NodeSettings)
+        settings = msgspec.convert(merged, NodeSettings)
     except msgspec.ValidationError as error:
         raise NodeError(f"{path}: {error}") from None
+    usable = os.sched_getaffinity(0)
+    if not settings.device.cores or not usable.issuperset(settings.device.cores):
+        raise NodeError(f"{path}: device.cores: {settings.device.cores} of this machine's usable cores {sorted(usable)}")
+    return settings
 
 
 def save_settings(settings: NodeSettings, path: Path) -> None:

@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -41,7 +43,9 @@ class Server:
 
     def __init__(self, *, name: str, scheme: str, port: int, log: Path, command: list[str]) -> None:
         self.name, self.port, self.url, self._log = name, port, f"{scheme}://{HOST}:{port}", log
-        with log.open("ab") as output:
+        with _writable(log):
+            output = log.open("ab")
+        with output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -116,7 +120,8 @@ def start_nats(home: Path, *, port: int | None = None) -> Server:
     binary, port = binaries.nats_server(), _usable_port("NATS", port)
     folder = _folder(home / "nats")
     config = folder / "nats.conf"
-    config.write_text(_NATS_CONFIG.format(host=HOST, port=port, store=folder), encoding="utf-8")
+    with _writable(config):
+        config.write_text(_NATS_CONFIG.format(host=HOST, port=port, store=folder), encoding="utf-8")
     command = [str(binary), "--config", str(config)]
     return Server(name="NATS", scheme="nats", port=port, log=_folder(home / "logs") / "nats.log", command=command)
 
@@ -173,8 +178,15 @@ def _usable_port(name: str, wanted: int | None) -> int:
 
 
 def _folder(path: Path) -> Path:
-    try:
+    with _writable(path):
         path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """What can't be written (no space, no permission) is one clear error."""
+    try:
+        yield
     except OSError as error:
         raise NodeError(f"{path} can't be written: {error.strerror}") from None
-    return path

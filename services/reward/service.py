@@ -44,7 +44,7 @@ class RewardService:
         self._commits = GroupCommit(context.store)
         self._pools: dict[str, ScorerPool] = {}
         self._opening = anyio.Lock()
-        self._outstanding: dict[TrajectoryId, Delivery] = {}
+        self._outstanding: set[Delivery] = set()
         self._room = anyio.Event()
 
     async def run(self, tasks: TaskGroup) -> None:
@@ -76,7 +76,7 @@ class RewardService:
             if record is None or record.state in ("pending", "running"):
                 await delivery.ack()  # of a job that ended, or of an earlier life of the record
             else:
-                self._outstanding[record.spec.id] = delivery
+                self._outstanding.add(delivery)
                 tasks.start_soon(self._settle, delivery, event, record)
 
     async def _settle(self, delivery: Delivery, event: m.TrajectoryFinished, record: Record) -> None:
@@ -107,7 +107,7 @@ class RewardService:
             )
             await delivery.ack()
         finally:
-            self._outstanding.pop(record.spec.id, None)
+            self._outstanding.discard(delivery)
             self._room.set()
 
     async def _verdict(self, record: Record) -> Verdict | None:
@@ -134,7 +134,7 @@ class RewardService:
         """Tell the bus that slow scores are being worked on, well inside its patience."""
         while True:
             await anyio.sleep(KEEP_ALIVE_S)
-            for delivery in list(self._outstanding.values()):
+            for delivery in list(self._outstanding):
                 await delivery.extend()
 
     async def _forget_ended_jobs(self) -> None:

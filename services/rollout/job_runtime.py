@@ -6,6 +6,7 @@ runs them, keeps their leases, hands them back when it ends.
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -81,6 +82,7 @@ class JobRuntime:
                         await self._hand_back()
                         await self._context.bus.publish_all(given_back)
                     await self._engine.stop()
+                    await anyio.to_thread.run_sync(partial(self._policies.prune_copies, self._uid, keep=()))
                 tasks.cancel_scope.cancel()
 
     # --- policy and units --------------------------------------------------------------------------------------------
@@ -100,6 +102,7 @@ class JobRuntime:
             elif published.version.step != self._engine.version.step:
                 await self._hand_back()  # what was begun under another policy isn't continued under this one
             await self._engine.use_policy(published.version, folder)
+            await anyio.to_thread.run_sync(partial(self._policies.prune_copies, self._uid, keep=[published.version]))
             self._notify()
 
     async def _fetched(self, published: m.PolicyPublished) -> Path | None:

@@ -23,6 +23,7 @@ from libs.common.messages import Phase
 from libs.common.models import context_length, resolve_model
 from libs.common.service import Context
 from libs.common.store import Record
+from libs.common.tables import Table
 from libs.common.tokens import PolicyVersion
 from libs.environments.registry import make_environment
 from services.trainer import wire
@@ -55,6 +56,7 @@ class JobTrainer:
         self._job: Job = record.job
         self._told_at, self._tell_wanted = 0.0, anyio.Event()
         self._checkpoint_s = 0.0
+        self._progress_table: Table[m.JobProgress] | None = None
 
     @property
     def step(self) -> int:
@@ -308,7 +310,8 @@ class JobTrainer:
 
     async def _tell(self) -> None:
         self._told_at = time.monotonic()
-        table = await self._context.bus.table(m.JobProgress)
+        if self._progress_table is None:
+            self._progress_table = await self._context.bus.table(m.JobProgress)
         progress = self._history.progress(
             sender=self._context.instance,
             job_uid=self._uid,
@@ -323,7 +326,7 @@ class JobTrainer:
                 "checkpoints": str(self._folder / "checkpoints"),
             },
         )
-        await table.put(self._uid, progress)
+        await self._progress_table.put(self._uid, progress)
 
 
 def _to_wire(group: list[Record]) -> wire.SampleGroup:
