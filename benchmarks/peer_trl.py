@@ -183,15 +183,15 @@ def run_trl(inputs: Inputs, settings: TrlSettings, *, steps: int) -> Run:
 
 
 def run_ours(inputs: Inputs, *, steps: int) -> Run:
-    """One run on an embedded node; its last step, with which the final checkpoint comes, isn't measured.
+    """One run on an embedded node; the final checkpoint comes after the last step and isn't measured, nor has TRL one.
 
     Raises:
         JigsawError: it failed, or its completions don't have the agreed length.
     """
-    job = our_job(inputs, steps=WARM_UP + steps + 1)
+    job = our_job(inputs, steps=WARM_UP + steps)
     with PeakMemory(with_root=True) as memory:
         finished = on_node(fresh_home(inputs.folder, "node"), partial(run_job, job=job))
-    measured = finished.intervals(after=WARM_UP)[:-1]
+    measured = finished.intervals(after=WARM_UP)
     _check_lengths("JigsawRL", [length for row in finished.rows for length in (row.length_min, row.length_max)])
     tokens, seconds = sum(row.tokens for row, _ in measured), sum(seconds for _, seconds in measured)
     return Run(tokens, seconds, len(measured), memory.peak_mb)

@@ -5,7 +5,7 @@ A step lasts from the end of the one before to its own end. Its parts, in second
 - *policy*: written, hashed and published after training, then fetched and loaded by the engines before the first token;
 - *rollout*: an engine computes (its main thread is on a core), with the step's policy in force;
 - *training*: the training process works on the step's batch;
-- *checkpoint*, where one is made (not in the steps that are measured: the demo makes one, with its last step);
+- *checkpoint*, where one is made between two steps (here none is: the demo makes one, after its last step);
 - *overhead*: the rest, in which none of the above happens: bus, store, scheduling, leases, scoring and whatever waits for
   them. CPU that services take away from an engine on the same core is in it as well, because the engine isn't running then.
 
@@ -63,13 +63,13 @@ def parts_of(row: StepRow, *, wall: float, policy_wait: float, engine_active: fl
 
 
 def measure_step(report: Report, folder: Path, *, steps: int) -> None:
-    """Run the demo's job and report the parts of its steps, without the first two and the last, which checkpoints."""
+    """Run the demo's job and report the parts of its steps without the first two."""
     with Activity() as activity:
-        job = demo_job(MODEL, steps=WARM_UP + steps + 1)
+        job = demo_job(MODEL, steps=WARM_UP + steps)
         finished = on_node(fresh_home(folder, "step"), partial(run_job, job=job), log_level="debug")
     waits = policy_waits(finished)
     parts: list[Parts] = []
-    for row, wall in finished.intervals(after=WARM_UP)[:-1]:
+    for row, wall in finished.intervals(after=WARM_UP):
         start = row.time - wall
         active = activity.active_s("engine", start + waits[row.step], row.time)
         parts.append(parts_of(row, wall=wall, policy_wait=waits[row.step], engine_active=active))
@@ -82,7 +82,7 @@ def measure_step(report: Report, folder: Path, *, steps: int) -> None:
 
 def _report_cpu(report: Report, activity: Activity, finished: Finished, *, seconds: float) -> None:
     """CPU of services and servers over the measured steps, as a share of what the cores offer."""
-    end = finished.rows[-2].time
+    end = finished.rows[-1].time
     used = activity.cpu_s(end - seconds, end)
     capacity = seconds * usable_cores()
     for role in (*SERVICES, *SERVERS):

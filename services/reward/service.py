@@ -4,6 +4,7 @@ It reads a trajectory's record and writes its score, nothing else. Scoring twice
 effective.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import anyio
@@ -43,6 +44,7 @@ class RewardService:
         self._context = context
         self._commits = GroupCommit(context.store)
         self._pools: dict[str, ScorerPool] = {}
+        self._scoring: defaultdict[str, set[anyio.CancelScope]] = defaultdict(set)
         self._opening = anyio.Lock()
         self._outstanding: set[Delivery] = set()
         self._room = anyio.Event()
@@ -77,7 +79,17 @@ class RewardService:
                 await delivery.ack()  # of a job that ended, or of an earlier life of the record
             else:
                 self._outstanding.add(delivery)
-                tasks.start_soon(self._settle, delivery, event, record)
+                tasks.start_soon(self._settle_within, delivery, event, record)
+
+    async def _settle_within(self, delivery: Delivery, event: m.TrajectoryFinished, record: Record) -> None:
+        """Settle a record, unless its job ends meanwhile: then the delivery comes again, and finds no job."""
+        scopes = self._scoring[event.job_uid]
+        with anyio.CancelScope() as scope:
+            scopes.add(scope)
+            try:
+                await self._settle(delivery, event, record)
+            finally:
+                scopes.discard(scope)
 
     async def _settle(self, delivery: Delivery, event: m.TrajectoryFinished, record: Record) -> None:
         """Score a record unless it is settled already, tell its trainer, acknowledge."""
@@ -142,5 +154,8 @@ class RewardService:
         table = await self._context.bus.table(m.JobRecord)
         async for change in table.watch():
             ended = change.value is None or change.value.state is m.JobState.ENDED
-            if ended and (pool := self._pools.pop(change.key, None)) is not None:
-                await pool.close()
+            if ended:
+                for scope in self._scoring.pop(change.key, ()):
+                    scope.cancel()
+                if (pool := self._pools.pop(change.key, None)) is not None:
+                    await pool.close()

@@ -84,7 +84,7 @@ def test_the_parts_of_a_step_add_up() -> None:
 def test_steps_last_from_end_to_end_and_evaluations_are_no_steps() -> None:
     log = b"\n".join(json.dumps({**LINE, "step": step, "time": 100.0 + 7 * step}).encode() for step in range(3))
     rows = rows_of(log + b'\n{"step": 3, "time": 130.0, "eval/reward_mean": 0.5}\n')
-    intervals = Finished(rows, Path()).intervals(after=1)
+    intervals = Finished(rows, Path(), [], []).intervals(after=1)
     assert [(one.step, seconds) for one, seconds in intervals] == [(1, 7.0), (2, 7.0)]
     with pytest.raises(JigsawError, match=r"metrics\.jsonl"):
         rows_of(b'{"step": "one"}')
@@ -96,7 +96,7 @@ def test_a_policy_is_in_force_when_the_last_engine_has_it(tmp_path: Path) -> Non
         event = {"event": "policy_switched", "policy": "1.3", "timestamp": f"1970-01-01T00:00:{second}Z"}
         lines = [{"event": "service_started"}, event]
         (tmp_path / "logs" / f"{instance}.log").write_text("\n".join(map(json.dumps, lines)) + "\nnot JSON\n")
-    assert policy_waits(Finished([row(0, 10.0), row(1, 20.0)], tmp_path)) == {1: pytest.approx(0.5)}
+    assert policy_waits(Finished([row(0, 10.0), row(1, 20.0)], tmp_path, [], [])) == {1: pytest.approx(0.5)}
 
 
 def test_the_endless_model_differs_in_its_end_token_alone(tmp_path: Path) -> None:
