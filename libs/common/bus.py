@@ -281,7 +281,8 @@ class Bus:
 
     async def table(self, kind: type[M]) -> "Table[M]":
         """The KV table of one kind of state."""
-        return Table(await self._js.key_value(subjects.BUCKETS[kind]), kind, self._log)
+        bucket = subjects.BUCKETS[kind]
+        return Table(self._js, await self._js.key_value(bucket), bucket=bucket, kind=kind, log=self._log)
 
     # --- request and reply -----------------------------------------------------------------------------------------
 

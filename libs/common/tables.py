@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.errors import KeyDeletedError, KeyNotFoundError, KeyWrongLastSequenceError, NoKeysError
+from nats.js import JetStreamContext
+from nats.js.errors import KeyDeletedError, KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
 from structlog.typing import FilteringBoundLogger
 
@@ -32,8 +33,8 @@ class Change(msgspec.Struct, Generic[M], frozen=True):
 class Table(Generic[M]):
     """Typed view of a KV bucket: current values that a late joiner must see."""
 
-    def __init__(self, kv: KeyValue, kind: type[M], log: FilteringBoundLogger) -> None:
-        self._kv, self._kind, self._log = kv, kind, log
+    def __init__(self, js: JetStreamContext, kv: KeyValue, *, bucket: str, kind: type[M], log: FilteringBoundLogger) -> None:
+        self._js, self._kv, self._bucket, self._kind, self._log = js, kv, bucket, kind, log
 
     async def get(self, key: str) -> M | None:
         """The current value, or None."""
@@ -68,11 +69,14 @@ class Table(Generic[M]):
         await self._kv.purge(key)
 
     async def all(self) -> dict[str, M]:
-        """All current values."""
-        try:
-            keys = await self._kv.keys()
-        except NoKeysError:
-            return {}
+        """All current values.
+
+        The keys come from the stream's own list of subjects: nats-py's ``keys()`` may take the snapshot for complete before
+        the values that are on their way have arrived.
+        """
+        prefix = f"$KV.{self._bucket}."
+        info = await self._js.stream_info(f"KV_{self._bucket}", subjects_filter=f"{prefix}>")
+        keys = [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
         values = await asyncio.gather(*(self.get(key) for key in keys))
         return {key: value for key, value in zip(keys, values, strict=True) if value is not None}
 

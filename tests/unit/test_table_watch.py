@@ -55,7 +55,8 @@ class Bucket:
 async def test_a_snapshot_that_ends_before_it_begins(there: bool, expected: list[int | None]) -> None:
     second: list[KeyValue.Entry | None] = [None, entry(2)] if there else [None]
     bucket: Any = Bucket([[entry(1), None], second], entry(2) if there else None)
-    table = Table(bucket, m.PolicyPublished, structlog.get_logger())
+    unused: Any = None
+    table = Table(unused, bucket, bucket="b", kind=m.PolicyPublished, log=structlog.get_logger())
     told: list[int | None] = []
     async with asyncio.timeout(tables.REWATCH_S):
         async for change in table.watch():
