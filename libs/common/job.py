@@ -87,7 +87,7 @@ class RolloutSection(_Section, frozen=True, kw_only=True):
         max_attempts: claims of one sample before it ends as failed.
         deadline_s: wall-clock limit of one trajectory once it is claimed.
         max_running: sequences of this job in one engine's batch.
-        kv_memory_mb: KV cache of one engine.
+        kv_memory_mb: KV cache of one engine; less if its allocation has less.
         compile: ``torch.compile`` in the engine: faster decode, a minute more to start.
         engine: ``vllm``, or ``replay`` to play drawn lengths without a model (tests and benchmarks).
         engine_args: settings of the replay engine.

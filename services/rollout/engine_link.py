@@ -38,6 +38,7 @@ class EngineLink:
         self._policy: tuple[PolicyVersion, Path] | None = None
         self._policy_known = anyio.Event()
         self._units: wire.SetUnits | None = None
+        self._memory_mb = job.rollout.kv_memory_mb
         self._loaded: PolicyVersion | None = None
         self._failure, self._broken = "", ""
         self._stopping = False
@@ -84,8 +85,13 @@ class EngineLink:
         if self._loaded is not None:
             await self._send(wire.SwitchPolicy(version, str(folder)))
 
-    async def set_units(self, units: tuple[int, ...], *, revision: int) -> None:
-        """Compute on these units from the next step boundary on; none pauses."""
+    async def set_units(self, units: tuple[int, ...], *, revision: int, memory_mb: int) -> None:
+        """Compute on these units from the next step boundary on; none pauses.
+
+        Args:
+            memory_mb: caps the KV cache of an engine that is loaded from now on.
+        """
+        self._memory_mb = memory_mb
         self._units = wire.SetUnits(units, revision)
         if self._loaded is not None:
             await self._send(self._units)
@@ -202,7 +208,7 @@ class EngineLink:
             dtype=model.dtype,
             max_context=model.max_context,
             max_running=rollout.max_running,
-            kv_memory_mb=rollout.kv_memory_mb,
+            kv_memory_mb=min(rollout.kv_memory_mb, self._memory_mb),
             compile=rollout.compile,
             version=version,
             directory=str(folder),

@@ -132,7 +132,7 @@ class JobRuntime:
             changed = self._changed
             if self._allocation is not None and self._allocation.revision > applied:
                 applied = self._allocation.revision
-                await self._engine.set_units(self._allocation.units, revision=applied)
+                await self._engine.set_units(self._allocation.units, revision=applied, memory_mb=self._allocation.memory_mb)
             await changed.wait()
 
     # --- tasks -------------------------------------------------------------------------------------------------------
