@@ -7,7 +7,7 @@ should cost next to nothing.
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,10 +35,10 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """CPU seconds used until a time (seconds since 1970), by key."""
+    """Seconds used until a time (seconds since 1970), by ``role/pid``."""
 
     at: float
-    cpu_s: dict[str, float]
+    used_s: dict[str, float]
 
 
 def members(root: int | None = None) -> list[Member]:
@@ -54,16 +54,23 @@ def members(root: int | None = None) -> list[Member]:
     return list(found.values())
 
 
-def cpu_seconds(pid: int, *, main_thread: bool = False) -> float:
-    """CPU seconds that a process (or its main thread) has used; 0 when it is gone."""
-    tasks: Iterable[Path] = [Path(f"/proc/{pid}/task/{pid}")] if main_thread else Path(f"/proc/{pid}/task").glob("*")
-    total = 0
-    for task in tasks:
-        try:
-            total += int((task / "schedstat").read_text().split()[0])
-        except (OSError, IndexError):
-            continue  # the thread has ended
-    return total / 1e9
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that the threads of a process have used; 0 when it is gone."""
+    return sum(_schedule(task)[0] for task in Path(f"/proc/{pid}/task").glob("*"))
+
+
+def busy_seconds(pid: int) -> float:
+    """Seconds for which a process's main thread had something to compute: on a core, or waiting for one."""
+    return sum(_schedule(Path(f"/proc/{pid}/task/{pid}")))
+
+
+def _schedule(task: Path) -> tuple[float, float]:
+    """Seconds of a thread on a core, and ready but waiting for one; 0 when it has ended."""
+    try:
+        on_core, waiting, _ = (task / "schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return int(on_core) / 1e9, int(waiting) / 1e9
 
 
 def resident_mb(pids: Iterable[int]) -> float:
@@ -110,7 +117,8 @@ class PeakMemory:
 class Activity:
     """When the node's computing processes compute, and what everything else uses, as a context manager.
 
-    A computing process drives its work from its main thread, so that thread's CPU time says whether it computes.
+    A computing process drives its work from its main thread, so that thread says whether it computes. Time that it waits for
+    a core counts as well: else whatever else runs on the machine would look like this system's own idle time.
     """
 
     def __init__(self) -> None:
@@ -147,9 +155,9 @@ class Activity:
         while not self._stop.wait(INTERVAL_S):
             if count % TOTALS_EVERY == 0:
                 known = members()
-                self._totals.append(_sample(known, main_thread=False))
+                self._totals.append(_sample(known, cpu_seconds))
             computing = [member for member in known if member.role in COMPUTE.values()]
-            self._compute.append(_sample(computing, main_thread=True))
+            self._compute.append(_sample(computing, busy_seconds))
             count += 1
 
 
@@ -164,12 +172,11 @@ def active_seconds(samples: list[Sample], role: str) -> float:
 
 def _grown(before: Sample, after: Sample) -> Mapping[str, float]:
     """What was used between two samples by those in the later one; a process that is new started from 0."""
-    return {key: max(0.0, value - before.cpu_s.get(key, 0.0)) for key, value in after.cpu_s.items()}
+    return {key: max(0.0, value - before.used_s.get(key, 0.0)) for key, value in after.used_s.items()}
 
 
-def _sample(processes: Iterable[Member], *, main_thread: bool) -> Sample:
-    used = {f"{member.role}/{member.pid}": cpu_seconds(member.pid, main_thread=main_thread) for member in processes}
-    return Sample(time.time(), used)
+def _sample(processes: Iterable[Member], seconds_of: Callable[[int], float]) -> Sample:
+    return Sample(time.time(), {f"{member.role}/{member.pid}": seconds_of(member.pid) for member in processes})
 
 
 def _role(command: list[str]) -> str:

@@ -3,13 +3,14 @@
 A step lasts from the end of the one before to its own end. Its parts, in seconds of wall clock:
 
 - *policy*: written, hashed and published after training, then fetched and loaded by the engines before the first token;
-- *rollout*: an engine computes (its main thread is on a core), with the step's policy in force;
+- *rollout*: an engine computes (its main thread is on a core or waits for one), with the step's policy in force;
 - *training*: the training process works on the step's batch;
 - *checkpoint*, where one is made between two steps (here none is: the demo makes one, after its last step);
-- *overhead*: the rest, in which none of the above happens: bus, store, scheduling, leases, scoring and whatever waits for
-  them. CPU that services take away from an engine on the same core is in it as well, because the engine isn't running then.
+- *waiting*: the rest, in which none of the above happens: everything waits for bus, store, scheduling, leases or scores.
 
-The services' CPU seconds stand beside that: what they cost even where nothing waited for them.
+The *overhead* of bus, store, scheduling and reward is that waiting, and the CPU seconds of all services and servers as a
+share of what the cores offer, because those were taken from the engines or the trainer. Where a service works while
+everything waits for it, it counts twice; so the sum is an upper bound.
 """
 
 from functools import partial
@@ -41,7 +42,7 @@ class Parts(msgspec.Struct, frozen=True):
     checkpoint: float
 
     @property
-    def overhead(self) -> float:
+    def waiting(self) -> float:
         """What is left of the step."""
         return self.wall - self.policy - self.rollout - self.training - self.checkpoint
 
@@ -74,14 +75,16 @@ def measure_step(report: Report, folder: Path, *, steps: int) -> None:
         active = activity.active_s("engine", start + waits[row.step], row.time)
         parts.append(parts_of(row, wall=wall, policy_wait=waits[row.step], engine_active=active))
     report.add("step.seconds", Readings.of([part.wall for part in parts]), "s", "16 prompts x 4, up to 32 new tokens")
-    for name in ("rollout", "training", "policy", "overhead"):
+    for name in ("rollout", "training", "policy", "waiting"):
         share = Readings.of([100 * getattr(part, name) / part.wall for part in parts])
-        report.add(f"step.{name}_percent", share, "% of step", "under 5" if name == "overhead" else "")
-    _report_cpu(report, activity, finished, seconds=sum(part.wall for part in parts))
+        report.add(f"step.{name}_percent", share, "% of step")
+    services = _report_cpu(report, activity, finished, seconds=sum(part.wall for part in parts))
+    overhead = Readings.of([100 * part.waiting / part.wall + services for part in parts])
+    report.add("step.overhead_percent", overhead, "% of step", "waiting + all services' CPU; under 5")
 
 
-def _report_cpu(report: Report, activity: Activity, finished: Finished, *, seconds: float) -> None:
-    """CPU of services and servers over the measured steps, as a share of what the cores offer."""
+def _report_cpu(report: Report, activity: Activity, finished: Finished, *, seconds: float) -> float:
+    """Report the CPU of services and servers over the measured steps; returns their share of what the cores offer, in %."""
     end = finished.rows[-1].time
     used = activity.cpu_s(end - seconds, end)
     capacity = seconds * usable_cores()
@@ -89,6 +92,7 @@ def _report_cpu(report: Report, activity: Activity, finished: Finished, *, secon
         report.add(f"step.cpu.{role}_percent", 100 * used.get(role, 0.0) / capacity, "% of cores")
     together = sum(value for role, value in used.items() if role not in COMPUTE.values())
     report.add("step.cpu.all_services_percent", 100 * together / capacity, "% of cores", "servers included")
+    return 100 * together / capacity
 
 
 def measure_idle(report: Report, folder: Path, *, seconds: float) -> None:

@@ -78,7 +78,7 @@ def test_a_process_that_begins_counts_from_its_start() -> None:
 def test_the_parts_of_a_step_add_up() -> None:
     parts = parts_of(row(1, 10.0), wall=10.0, policy_wait=0.4, engine_active=3.5)
     assert (parts.policy, parts.training, parts.rollout) == (0.9, 4.9, 3.5)
-    assert parts.overhead == pytest.approx(10.0 - 0.9 - 4.9 - 3.5)
+    assert parts.waiting == pytest.approx(10.0 - 0.9 - 4.9 - 3.5)
 
 
 def test_steps_last_from_end_to_end_and_evaluations_are_no_steps() -> None:
