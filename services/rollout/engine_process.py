@@ -124,6 +124,10 @@ class Telemetry:
             self._enter(SubStage.IDLE)
         self._reset()
 
+    def wake(self) -> None:
+        """Something came in: the time spent waiting for it belongs to no window."""
+        self._reset()
+
     def _enter(self, sub_stage: SubStage) -> None:
         if sub_stage is not self._sub_stage:
             self._sub_stage = sub_stage
@@ -174,6 +178,8 @@ class EngineProcess:
                 self._telemetry.rest()
             for message in self._parent.receive(wait_s=0 if working else None):
                 self._obey(message)
+            if not working:
+                self._telemetry.wake()
             if not self._paused and self._engine.busy():
                 report = self._engine.step()
                 self._outbox.take(report.new)
