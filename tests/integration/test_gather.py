@@ -15,6 +15,7 @@ from libs.common.tokens import TOKEN, PolicyVersion
 from services.trainer import gather
 from services.trainer.gather import Gatherer
 from services.trainer.steps import StepLedger
+from tests.trajectories import spec_of
 
 V = PolicyVersion(0, 1)
 
@@ -28,23 +29,7 @@ class FakeData:
     def training_groups(self, count: int, *, step: int) -> list[list[TrajectorySpec]]:
         groups = range(self._next, self._next + count)
         self._next += count
-        return [[spec(TrajectoryId(self._uid, group, sample), step) for sample in range(2)] for group in groups]
-
-
-def spec(id: TrajectoryId, step: int) -> TrajectorySpec:
-    return TrajectorySpec(
-        id=id,
-        step=step,
-        prompt="?",
-        prompt_ids=[1],
-        answer="1",
-        row={},
-        seed=0,
-        temperature=1.0,
-        max_new_tokens=8,
-        max_turns=1,
-        max_attempts=2,
-    )
+        return [[spec_of(TrajectoryId(self._uid, group, sample), step=step) for sample in range(2)] for group in groups]
 
 
 async def settle(store: TrajectoryStore, id: TrajectoryId, reward: float | None) -> None:

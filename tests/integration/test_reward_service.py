@@ -18,9 +18,10 @@ from libs.common.bus import Bus
 from libs.common.job import job_from
 from libs.common.service import Context
 from libs.common.settings import RewardSettings, default_settings
-from libs.common.store import Claim, Finish, Record, TrajectoryId, TrajectorySpec, TrajectoryStore
+from libs.common.store import Claim, Finish, Record, TrajectoryId, TrajectoryStore
 from libs.common.tokens import TOKEN
 from services.reward.service import serve
+from tests.trajectories import spec_of
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 pytestmark = pytest.mark.timeout(120)
@@ -42,20 +43,7 @@ class Scoring:
     async def finished(self, sample: int, text: str) -> TrajectoryId:
         """A trajectory that has just finished, and the word of it."""
         id = TrajectoryId(self.uid, 0, sample)
-        spec = TrajectorySpec(
-            id=id,
-            step=0,
-            prompt="?",
-            prompt_ids=[1],
-            answer="42",
-            row={},
-            seed=0,
-            temperature=1.0,
-            max_new_tokens=8,
-            max_turns=1,
-            max_attempts=2,
-        )
-        await self.store.create([spec])
+        await self.store.create([spec_of(id, answer="42")])
         (claim,) = await self.store.claim([id], owner="w", ttl_ms=5000)
         assert isinstance(claim, Claim)
         await self.store.write([Finish(id, claim.epoch, 0, np.zeros(0, TOKEN), "stop", text, 1)])

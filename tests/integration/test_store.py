@@ -21,25 +21,15 @@ from libs.common.store import (
     TrajectoryStore,
 )
 from libs.common.tokens import PolicyVersion, TokenArray, join, observed, sampled
+from tests.trajectories import spec_of
 
 ONE = PolicyVersion(1)
 
 
 def spec(job_uid: str, sample: int = 0, **changes: Any) -> TrajectorySpec:
-    fields: dict[str, Any] = {
-        "id": TrajectoryId(job_uid, 0, sample),
-        "step": 1,
-        "prompt": "2 × 3?",
-        "prompt_ids": [5, 6, 7],
-        "answer": "6",
-        "row": {"nested": {"numbers": [1, 2.5]}, "text": "é"},
-        "seed": 2**62,
-        "temperature": 1.0,
-        "max_new_tokens": 32,
-        "max_turns": 1,
-        "max_attempts": 2,
-    }
-    return TrajectorySpec(**(fields | changes))
+    fields: dict[str, Any] = {"step": 1, "prompt": "2 × 3?", "prompt_ids": [5, 6, 7], "answer": "6", "seed": 2**62}
+    fields |= {"row": {"nested": {"numbers": [1, 2.5]}, "text": "é"}, "max_new_tokens": 32}
+    return spec_of(TrajectoryId(job_uid, 0, sample), **(fields | changes))
 
 
 def tokens(*ids: int) -> TokenArray:

@@ -1,28 +1,16 @@
 """What a step is summarised as, and what a user is warned of."""
 
 from libs.common.messages import Phase
-from libs.common.store import Record, TrajectoryId, TrajectorySpec
+from libs.common.store import Record, TrajectoryId
 from libs.common.tokens import PolicyVersion, sampled
 from services.trainer.checkpoints import Kept, droppable
 from services.trainer.history import History, summarise, warnings_of
+from tests.trajectories import spec_of
 
 
 def record(group: int, sample: int, reward: float | None, *, stop: str = "stop", tokens: int = 3) -> Record:
-    spec = TrajectorySpec(
-        id=TrajectoryId("job", group, sample),
-        step=0,
-        prompt="?",
-        prompt_ids=[1],
-        answer="1",
-        row={},
-        seed=0,
-        temperature=1.0,
-        max_new_tokens=8,
-        max_turns=1,
-        max_attempts=3,
-    )
     return Record(
-        spec=spec,
+        spec=spec_of(TrajectoryId("job", group, sample)),
         state="failed" if reward is None else "scored",
         epoch=1,
         attempts=1,

@@ -7,12 +7,13 @@ import pytest
 from libs.common.chat import ChatMessage, ChatTokenizer
 from libs.common.group_commit import GroupCommit
 from libs.common.job import Job, job_from
-from libs.common.store import Append, Claim, Fail, Finish, TrajectoryId, TrajectorySpec, Write
+from libs.common.store import Append, Claim, Fail, Finish, TrajectoryId, Write
 from libs.common.tokens import TRAINED, PolicyVersion, TokenArray, join, observed, sampled
 from libs.environments.protocol import Conversation, Done, EnvironmentFailed, Observation
 from services.rollout.engine import StopReason, TurnRequest
 from services.rollout.runner import EngineLost, Tools, Trajectory
 from tests.tiny_model import build_tiny_model
+from tests.trajectories import spec_of
 
 V = PolicyVersion(3, 1)
 
@@ -109,18 +110,13 @@ async def play(
     **rollout: object,
 ) -> Played:
     settings = job(**rollout)
-    spec = TrajectorySpec(
-        id=TrajectoryId("job", 1, 2),
-        step=0,
-        prompt="?",
+    spec = spec_of(
+        TrajectoryId("job", 1, 2),
         prompt_ids=[5, 6, 7],
-        answer="a",
         row={"k": 1},
         seed=11,
-        temperature=1.0,
         max_new_tokens=settings.rollout.max_new_tokens,
         max_turns=settings.rollout.max_turns,
-        max_attempts=3,
     )
     store, engine, environment = FakeStore(), FakeEngine(turns), FakeEnvironment(answers, wait_s=wait_s)
     engine.broken = broken
