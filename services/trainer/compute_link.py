@@ -70,11 +70,11 @@ class ComputeLink:
 
     async def write_policy(self, directory: str) -> None:
         """Write the current policy."""
-        await self._ask(wire.WritePolicy(directory), wire.PolicyWritten)
+        await self._ask(wire.WritePolicy(directory), wire.Written)
 
     async def write_checkpoint(self, step: int, directory: str, *, extra: dict[str, Any]) -> None:
         """Write a checkpoint after ``step`` steps of the job."""
-        await self._ask(wire.WriteCheckpoint(step, directory, extra), wire.CheckpointWritten)
+        await self._ask(wire.WriteCheckpoint(step, directory, extra), wire.Written)
 
     async def set_units(self, units: tuple[int, ...], *, revision: int) -> None:
         """Compute on these units from the next micro-batch on; none pauses."""

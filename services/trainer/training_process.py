@@ -54,7 +54,6 @@ class TrainingProcess:
                 self._requests.append(message)
 
     def _answer(self, request: wire.ToTrainer) -> None:
-        started = time.monotonic()
         match request:
             case wire.Train(step=step, groups=groups):
                 self._wait_for_units()
@@ -63,11 +62,11 @@ class TrainingProcess:
                 self._parent.send(wire.Trained(step, metrics))
             case wire.WritePolicy(directory=directory):
                 self._learner.write_policy(Path(directory))
-                self._parent.send(wire.PolicyWritten(time.monotonic() - started))
+                self._parent.send(wire.Written())
             case wire.WriteCheckpoint(step=step, directory=directory, extra=extra):
                 self._learner.step = step  # a step without anything to learn from wasn't sent here, and counts all the same
                 self._learner.save_checkpoint(Path(directory), extra=extra)
-                self._parent.send(wire.CheckpointWritten(time.monotonic() - started))
+                self._parent.send(wire.Written())
             case wire.Load() | wire.SetUnits():
                 raise JigsawError(f"{type(request).__name__} is no request of a loaded training process")
 

@@ -90,16 +90,8 @@ class Trained(msgspec.Struct, frozen=True, tag=True):
     metrics: dict[str, float]
 
 
-class PolicyWritten(msgspec.Struct, frozen=True, tag=True):
-    """The policy lies in the directory."""
-
-    seconds: float
-
-
-class CheckpointWritten(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoint is complete and durable."""
-
-    seconds: float
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """The policy, or the checkpoint, lies in its directory."""
 
 
 class UnitsApplied(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +108,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     final: bool
 
 
-FromTrainer = Ready | MicroBatchDone | Trained | PolicyWritten | CheckpointWritten | UnitsApplied | Failed
+FromTrainer = Ready | MicroBatchDone | Trained | Written | UnitsApplied | Failed
 
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
