@@ -38,7 +38,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     train: float = msgspec.field(name="time/train")
     publish: float = msgspec.field(name="time/publish")
     checkpoint: float = msgspec.field(name="time/checkpoint")
-    compute: float = msgspec.field(name="seconds")
+    compute: float = msgspec.field(name="time/compute")
     tokens: float = msgspec.field(name="throughput/tokens")
     length_min: float = msgspec.field(name="response_length/min")
     length_max: float = msgspec.field(name="response_length/max")
@@ -92,7 +92,7 @@ async def run_job(node: Node, job: Job) -> Finished:
         raise JigsawError(f"{uid} {summary.status}: {summary.reason}; logs: {node.home / 'logs'}")
     metrics = node.settings.job_folder(uid) / "metrics.jsonl"
     rows = rows_of(metrics.read_bytes())
-    return Finished(rows, node.home, rewards=progress.rewards, evaluations=progress.evaluations)
+    return Finished(rows, node.home, rewards=progress.history.rewards, evaluations=progress.history.evaluations)
 
 
 def rows_of(metrics: bytes) -> list[StepRow]:

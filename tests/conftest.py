@@ -56,6 +56,7 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 async def store(redis_url: str) -> AsyncIterator[TrajectoryStore]:
     """A trajectory store; tests keep apart by their job uid."""
     store = await TrajectoryStore.connect(redis_url)
+    await store.install(replace=True)
     yield store
     await store.close()
 

@@ -6,13 +6,20 @@ from pathlib import Path
 from libs.common.chat import ChatTokenizer
 from libs.common.errors import JigsawError, JobFileError, ModelError
 from libs.common.job import DataSection, Job
-from libs.common.models import check_model, context_length, find_model
+from libs.common.models import check_model, context_length, find_model, parameter_count
 from libs.common.settings import NodeSettings, RewardSettings
 from libs.datasets.load import check, load
 from libs.datasets.prompts import render_all
 from libs.environments.protocol import Environment
 from libs.environments.registry import make_environment
+from libs.node.space import require_space
+from libs.rewards.loading import problem_of
 from libs.rewards.resolve import resolve
+
+CHECKPOINT_BYTES = 12
+"""A parameter in a checkpoint: fp32 master and two moments."""
+POLICY_VERSIONS = 4
+"""Versions on disk at a time: the current one, the one before, the one being written, and a mirrored copy."""
 
 
 def check_job(job: Job, *, file: str, settings: NodeSettings | None) -> None:
@@ -32,7 +39,17 @@ def check_job(job: Job, *, file: str, settings: NodeSettings | None) -> None:
     environment = _check_functions(job, file, settings)
     directory = find_model(job.model.path)
     if directory is not None and environment is not None:
-        _check_prompts(job, directory, environment)
+        _check_prompts(job, file, directory, environment)
+    if directory is not None and settings is not None:
+        home, needed_mb = Path(settings.home), disk_needed(job, parameter_count(directory)) >> 20
+        require_space(home, needed_mb, purpose=f"{job.name} (checkpoints, policy versions, model)")
+
+
+def disk_needed(job: Job, parameters: int) -> int:
+    """Bytes that a job's files take at most: checkpoints (kept, and one in the making), policy versions, trained model."""
+    checkpoints = (job.train.keep_last + job.train.keep_best + 1) * CHECKPOINT_BYTES
+    versions = (POLICY_VERSIONS + 1) * (2 if job.model.dtype == "bfloat16" else 4)
+    return parameters * (checkpoints + versions)
 
 
 def data_sections(job: Job) -> list[DataSection]:
@@ -57,7 +74,9 @@ def _check_rows(section: DataSection) -> None:
 def _check_functions(job: Job, file: str, settings: NodeSettings | None) -> Environment | None:
     """Scorer and environment against the node's allow-list; without one, user functions pass."""
     node = settings.reward if settings else RewardSettings(allow=[job.reward.function])
-    resolve(job.reward, allow=node.allow, folders=node.plugins, file=file)
+    scorer = resolve(job.reward, allow=node.allow, folders=node.plugins, file=file)
+    if settings is not None and scorer.target == job.reward.function and (problem := problem_of(scorer)):
+        raise JobFileError(file=file, key="reward.function", expected=f"{scorer.name!r} can't be loaded: {problem}")
     if settings is None and ":" in job.environment.name:
         return None
     for folder in node.plugins:
@@ -66,8 +85,22 @@ def _check_functions(job: Job, file: str, settings: NodeSettings | None) -> Envi
     return make_environment(job.environment, allow=node.allow, file=file)
 
 
-def _check_prompts(job: Job, directory: Path, environment: Environment) -> None:
+def _context_limit(job: Job, file: str, directory: Path) -> int:
+    """Tokens of prompt and response together: what the job says, which a model that says it too must be able to do."""
+    asked = job.model.max_context
+    try:
+        able = context_length(directory)
+    except ModelError:
+        if asked is None:
+            raise
+        return asked
+    if asked is not None and asked > able:
+        raise JobFileError(file=file, key="model.max_context", expected=f"the model attends to {able} tokens at most")
+    return asked or able
+
+
+def _check_prompts(job: Job, file: str, directory: Path, environment: Environment) -> None:
     chat = ChatTokenizer(directory)
-    limit = job.model.max_context or context_length(directory)
+    limit = _context_limit(job, file, directory)
     for section in data_sections(job):
         render_all(load(section), section, chat=chat, environment=environment, max_context=limit)

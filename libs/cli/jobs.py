@@ -58,7 +58,7 @@ async def _show(target: options.Target, reference: str, json: bool) -> None:
         progress = await (await bus.table(JobProgress)).get(record.job_uid)
     trajectories = await _trajectories(target.redis_url, record.job_uid) if target.redis_url else {}
     summary = summarise(record, progress)
-    rewards = progress.rewards if progress else []
+    rewards = progress.history.rewards if progress else []
     if json:
         plain = msgspec.to_builtins(summary)
         settings = msgspec.to_builtins(record.job)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from libs.common.history import History
 from libs.common.messages import JobProgress, JobRecord, JobState
 
 FIRST_STEPS = 3
@@ -46,29 +47,28 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(record: JobRecord, progress: JobProgress | None) -> JobSummary:
     """One job, whether its trainer has said anything yet or not."""
-    rewards = progress.rewards if progress else []
-    seconds = progress.rollout_s + progress.train_s + progress.other_s if progress else 0.0
+    history = progress.history if progress else History()
     ended = record.state is JobState.ENDED
     return JobSummary(
         uid=record.job_uid,
         name=record.job.name,
         status=record.outcome.value if ended and record.outcome else record.state.value,
         phase="" if ended or progress is None else progress.phase.value,
-        steps=len(rewards),
+        steps=len(history.rewards),
         steps_total=record.job.train.steps,
         settled=progress.settled if progress else 0,
         expected=progress.expected if progress else 0,
-        trajectories_trained=progress.trained if progress else 0,
-        reward=rewards[-1] if rewards else None,
-        reward_first=_mean(rewards[:FIRST_STEPS]),
-        reward_last=_mean(rewards[-LAST_STEPS:]),
-        tokens_per_s=progress.tokens / seconds if progress and seconds > 0 else None,
-        mismatch_kl=progress.mismatch_kl if progress and rewards else None,
-        evaluations=list(progress.evaluations) if progress else [],
+        trajectories_trained=history.trained,
+        reward=history.rewards[-1] if history.rewards else None,
+        reward_first=_mean(history.rewards[:FIRST_STEPS]),
+        reward_last=_mean(history.rewards[-LAST_STEPS:]),
+        tokens_per_s=history.tokens / history.seconds if history.seconds > 0 else None,
+        mismatch_kl=history.mismatch_kl if history.rewards else None,
+        evaluations=history.evaluations,
         submitted_at=record.submitted_at,
         ended_at=record.ended_at,
         reason=record.reason,
-        warnings=list(progress.warnings) if progress else [],
+        warnings=list(history.warnings.values()),
         model_dir=progress.artifacts.get("model") if progress else None,
         tensorboard_dir=progress.artifacts.get("tensorboard") if progress else None,
     )

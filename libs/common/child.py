@@ -33,8 +33,9 @@ class ParentGone(JigsawError):
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Ask the kernel, where it is Linux, to kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Child(Generic[Received]):

@@ -7,11 +7,12 @@ a trajectory is in the store, and weights are in the policy store.
 """
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from libs.common.errors import MessageError
+from libs.common.history import History
 from libs.common.job import Job
 from libs.common.tokens import PolicyVersion
 
@@ -98,39 +99,42 @@ class JobEnded(Message, frozen=True, kw_only=True):
 # --- trajectories ----------------------------------------------------------------------------------------------------
 
 
-class StartRollout(Message, frozen=True, kw_only=True):
-    """There is work: a trajectory record waits to be claimed. ``attempt`` numbers re-announcements.
+class TrajectoryNews(Message, frozen=True, kw_only=True):
+    """Base of all word about one trajectory. ``attempt`` numbers repeats, or deduplication would swallow them."""
+
+    job_uid: str
+    step: int
+    group: int
+    sample: int
+    attempt: int = 0
+
+
+class StartRollout(TrajectoryNews, frozen=True, kw_only=True):
+    """There is work: a trajectory record waits to be claimed.
 
     ``policy`` is the version that must be in force before the first token is sampled.
     """
 
-    job_uid: str
-    step: int
-    group: int
-    sample: int
     policy: PolicyVersion
-    attempt: int = 0
 
 
-class TrajectoryFinished(Message, frozen=True, kw_only=True):
+class TrajectoryFinished(TrajectoryNews, frozen=True, kw_only=True):
     """A trajectory has its last token and waits for its score."""
 
-    job_uid: str
-    step: int
-    group: int
-    sample: int
-    attempt: int = 0
 
-
-class TrajectorySettled(Message, frozen=True, kw_only=True):
+class TrajectorySettled(TrajectoryNews, frozen=True, kw_only=True):
     """A trajectory reached a terminal state, scored or failed."""
 
-    job_uid: str
-    step: int
-    group: int
-    sample: int
     state: Literal["scored", "failed"]
-    attempt: int = 0
+
+
+News = TypeVar("News", bound=TrajectoryNews)
+
+
+def following(news: TrajectoryNews, kind: type[News], *, sender: str, **more: Any) -> News:
+    """What is to be said next of the same trajectory and attempt: ``more`` are the fields that ``kind`` adds."""
+    same = {name: getattr(news, name) for name in ("job_uid", "step", "group", "sample", "attempt")}
+    return kind(sender=sender, **same, **more)
 
 
 class DeadLetter(Message, frozen=True, kw_only=True):
@@ -211,6 +215,7 @@ class Worker(Message, frozen=True, kw_only=True):
         memory_mb: of the device, shared by all its instances.
         draining: takes no new work.
         revisions: per job the allocation revision in force.
+        broken: per job that can't be computed here, why.
     """
 
     role: Role
@@ -221,6 +226,7 @@ class Worker(Message, frozen=True, kw_only=True):
     started_at: float
     draining: bool = False
     revisions: dict[str, int] = {}
+    broken: dict[str, str] = {}
 
 
 class Allocation(Message, frozen=True, kw_only=True):
@@ -273,12 +279,7 @@ class JobProgress(Message, frozen=True, kw_only=True):
 
     Attributes:
         step: of the current step, 0-based; ``steps`` in all. settled, expected: trajectories of this step.
-        rewards: mean training reward of every finished step. evaluations: (step, mean held-out reward).
-        tokens: prompt and completion tokens of all finished steps; rollout_s, train_s, other_s: where their time went.
-        mismatch_kl: mean engine-trainer KL (nats per token) of the last step.
-        trained: trajectories trained so far. failed: samples that ended as failed. truncated: trained at the length limit.
-        retries: attempts beyond the first, over all trained samples. artifacts: where model, log and checkpoints lie.
-        warnings: things a user must know, each once.
+        history: of all finished steps. artifacts: where model, log and checkpoints lie.
     """
 
     job_uid: str
@@ -287,19 +288,8 @@ class JobProgress(Message, frozen=True, kw_only=True):
     steps: int
     settled: int
     expected: int
-    rewards: list[float] = []
-    evaluations: list[tuple[int, float]] = []
-    tokens: int = 0
-    rollout_s: float = 0.0
-    train_s: float = 0.0
-    other_s: float = 0.0
-    mismatch_kl: float = 0.0
-    trained: int = 0
-    failed: int = 0
-    truncated: int = 0
-    retries: int = 0
+    history: History = msgspec.field(default_factory=History)
     artifacts: dict[str, str] = {}
-    warnings: list[str] = []
 
 
 AnyMessage = (

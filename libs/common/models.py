@@ -8,6 +8,7 @@ there when the hub can't be reached.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -142,6 +143,23 @@ def context_length(directory: Path) -> int:
     if not isinstance(length, int):
         raise ModelError(f"{directory}: config.json has no max_position_embeddings: set model.max_context")
     return length
+
+
+def parameter_count(directory: Path) -> int:
+    """Parameters of a model directory, from the headers of its safetensors files.
+
+    Raises:
+        ModelError: a file isn't one.
+    """
+    count = 0
+    for path in directory.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+            raise ModelError(f"{path} is not a safetensors file: {error}") from None
+    return count
 
 
 def _nothing_there(path: str) -> str:

@@ -95,6 +95,7 @@ async def _serve(shell: _Shell) -> None:
     try:
         store = await TrajectoryStore.connect(addresses.redis_url)
         try:
+            await store.install(replace=shell.sets_up_bus)
             if shell.sets_up_bus:
                 await bus.set_up()
             else:

@@ -33,10 +33,16 @@ class DeviceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RolloutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rollout instances of this node: how many, and the most units that one can use."""
+    """Rollout instances of this node.
+
+    Attributes:
+        instances: how many. max_units: the most units that one can use.
+        unload_after_s: a job's engine that has been paused for so long is unloaded; its next units load it again.
+    """
 
     instances: Count
     max_units: Count = 1
+    unload_after_s: Annotated[float, Meta(gt=0)] = 300.0
 
 
 class RewardSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

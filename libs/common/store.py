@@ -182,7 +182,7 @@ class TrajectoryStore:
 
     @classmethod
     async def connect(cls, url: str, *, connections: int = 16) -> Self:
-        """Connect and make sure that the server knows this version's functions.
+        """Connect.
 
         Raises:
             JigsawError: no server at the url.
@@ -197,7 +197,7 @@ class TrajectoryStore:
         )
         store = cls(Redis(connection_pool=pool))
         try:
-            await store._redis.function_load(_functions(), replace=True)
+            await store.ping()
         except RedisError as error:
             await store.close()
             raise JigsawError(f"the trajectory store at {url} doesn't answer: {error}") from None
@@ -211,6 +211,22 @@ class TrajectoryStore:
     async def ping(self) -> None:
         """Raises if the server doesn't answer."""
         await self._redis.ping()
+
+    async def install(self, *, replace: bool) -> None:
+        """Make sure that the server has the functions.
+
+        Args:
+            replace: those of another version. One service does this, the scheduler, or an instance that was left behind by
+                an upgrade would bring its own version back.
+
+        Raises:
+            JigsawError: the server refuses them.
+        """
+        try:
+            await self._redis.function_load(_functions(), replace=replace)
+        except ResponseError as error:
+            if replace or "already exists" not in str(error):
+                raise JigsawError(f"the trajectory store doesn't take its functions: {error}") from None
 
     async def hold_job(self, job_uid: str, *, owner: str) -> int:
         """Take a job as its trainer; returns the new, strictly growing incarnation."""

@@ -23,9 +23,12 @@ from libs.common.settings import Addresses, NodeSettings, save_settings
 from libs.node.node_file import NodeFile, remove_node_file, sole_node, write_node_file
 from libs.node.processes import ServiceProcess
 from libs.node.servers import Server, start_nats, start_valkey
+from libs.node.space import require_space
 
 READY_S = 60.0
 DRAIN_S = 25.0
+MIN_DISK_MB = 256
+"""For the servers' files and the logs; what a job needs is checked when it is submitted."""
 
 Result = TypeVar("Result")
 
@@ -68,6 +71,7 @@ async def run_node(
         Interrupted: SIGINT or SIGTERM came.
     """
     home = Path(settings.home)
+    require_space(home, MIN_DISK_MB, purpose="a node")
     failures: list[JigsawError] = []
     with sole_node(home):
         try:

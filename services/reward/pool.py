@@ -54,20 +54,6 @@ class ScorerPool:
     ) -> None:
         await self.close()
 
-    async def check(self) -> None:
-        """Load the scorer in a worker, to learn early whether it can be.
-
-        Raises:
-            RewardError: it can't be imported, doesn't take the job's arguments, or doesn't load in time.
-        """
-        async with self._slots:
-            try:
-                problem = await self._call(worker.probe, self._encoded)
-            except (TimeoutError, ProcessExpired, _Lost) as error:
-                problem = str(error) or "the worker process ended"
-        if problem:
-            raise self._unloadable(problem)
-
     async def score(self, completion_text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
         """Score one finished trajectory.
 

@@ -12,6 +12,7 @@ from anyio.abc import TaskGroup
 
 from libs.common import messages as m
 from libs.common.bus import Delivery
+from libs.common.changes import Changes
 from libs.common.errors import JigsawError
 from libs.common.group_commit import GroupCommit
 from libs.common.service import Context
@@ -47,7 +48,7 @@ class RewardService:
         self._scoring: defaultdict[str, set[anyio.CancelScope]] = defaultdict(set)
         self._opening = anyio.Lock()
         self._outstanding: set[Delivery] = set()
-        self._room = anyio.Event()
+        self._changes = Changes()
 
     async def run(self, tasks: TaskGroup) -> None:
         """Take finished trajectories while there is room."""
@@ -56,11 +57,8 @@ class RewardService:
         tasks.start_soon(self._forget_ended_jobs)
         puller = await self._context.bus.pull(m.TrajectoryFinished, REWARD_CONSUMER)
         while True:
+            await self._changes.until(lambda: len(self._outstanding) < CONCURRENT)
             room = CONCURRENT - len(self._outstanding)
-            if room <= 0:
-                await self._room.wait()
-                self._room = anyio.Event()
-                continue
             await self._take(await puller.fetch(room, wait_s=NO_WORK_WAIT_S), tasks)
 
     async def close(self) -> None:
@@ -107,20 +105,17 @@ class RewardService:
                 await answer
                 state = "scored" if verdict.reward is not None else "failed"
             await self._context.bus.publish(
-                m.TrajectorySettled(
+                m.following(
+                    event,
+                    m.TrajectorySettled,
                     sender=self._context.instance,
-                    job_uid=event.job_uid,
-                    step=event.step,
-                    group=event.group,
-                    sample=event.sample,
                     state="scored" if state == "scored" else "failed",
-                    attempt=event.attempt,
                 )
             )
             await delivery.ack()
         finally:
             self._outstanding.discard(delivery)
-            self._room.set()
+            self._changes.notify()
 
     async def _verdict(self, record: Record) -> Verdict | None:
         """The score of a record; None when its job is gone. A scorer that can't be loaded fails the sample, with reason."""

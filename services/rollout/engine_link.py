@@ -1,8 +1,8 @@
 """The rollout service's end of an engine process: starts it, keeps its policy and units current, restarts it when it dies.
 
 A new process is told the newest policy and the newest units, so nothing that happened while it was down is missed. One that
-can't be loaded several times in a row is *broken*: work is still taken, and fails with the reason, so that the job ends
-with that reason instead of waiting for ever.
+can't be loaded several times in a row is *broken*, which the instance's presence tells the scheduler, with the reason. One
+that isn't needed for long is unloaded, and comes back with the next units.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,21 +40,19 @@ class EngineLink:
         self._units: wire.SetUnits | None = None
         self._memory_mb = job.rollout.kv_memory_mb
         self._loaded: PolicyVersion | None = None
-        self._failure, self._broken = "", ""
+        self._failure = ""
         self._stopping = False
+        self._wanted = anyio.Event()
+        self._wanted.set()
         self._dropping: dict[str, anyio.Event] = {}
         self.max_context = 0
         self.revision = 0
+        self.broken = ""
 
     @property
     def ready(self) -> bool:
-        """Whether work can be taken (a broken engine takes it too, to fail it with its reason)."""
-        return self._loaded is not None or bool(self._broken)
-
-    @property
-    def broken(self) -> bool:
-        """Whether no engine can be loaded."""
-        return self._loaded is None and bool(self._broken)
+        """Whether work can be taken."""
+        return self._loaded is not None
 
     @property
     def version(self) -> PolicyVersion:
@@ -64,18 +62,20 @@ class EngineLink:
         return self._policy[0] if self._policy else PolicyVersion(0)
 
     async def run(self) -> None:
-        """Keep a process running until cancelled."""
+        """Keep a process running while it is wanted, until it is stopped, cancelled or found to be broken."""
         failures = 0
         while True:
+            await self._wanted.wait()
             loaded = await self._live()
             if self._stopping:
                 return
+            if not self._wanted.is_set():
+                continue
             failures = 0 if loaded else failures + 1
             if failures >= LOAD_TRIES:
-                self._broken = self._failure or "the engine process keeps dying"
-                self._log.error("engine_broken", reason=self._broken)
-                await self._receiver(wire.StepFailed(self._broken))
-                await anyio.sleep_forever()
+                self.broken = self._failure or "the engine process keeps dying"
+                self._log.error("engine_broken", reason=self.broken)
+                return
             await anyio.sleep(0.5 * 2**failures)
 
     async def use_policy(self, version: PolicyVersion, folder: Path) -> None:
@@ -95,6 +95,17 @@ class EngineLink:
         self._units = wire.SetUnits(units, revision)
         if self._loaded is not None:
             await self._send(self._units)
+        if units:
+            self._wanted.set()
+        elif not self._wanted.is_set():
+            self.revision = revision  # nothing is loaded that it could apply to
+
+    async def unload(self) -> None:
+        """End the process and free its memory until there are units again; nothing may be running on it."""
+        self._wanted = anyio.Event()
+        if self._child is not None:
+            await self._child.stop()
+        self._log.info("engine_unloaded")
 
     def require(self) -> None:
         """Make sure that there is an engine.
@@ -103,7 +114,7 @@ class EngineLink:
             EngineLost: there is none, with the reason.
         """
         if self._loaded is None:
-            raise EngineLost(self._broken or "it is being restarted")
+            raise EngineLost(self.broken or "it is being restarted")
 
     async def begin(self, request: TurnRequest) -> None:
         """Start generating a turn.
@@ -125,6 +136,7 @@ class EngineLink:
     async def stop(self) -> None:
         """End the process, for good."""
         self._stopping = True
+        self._wanted.set()
         if self._child is not None:
             await self._child.stop()
 
@@ -138,6 +150,8 @@ class EngineLink:
             cores=self._cores[:1] if self._units is None or not self._units.units else self._wanted_cores(self._units),
         )
         self._child = child
+        if self._stopping or not self._wanted.is_set():  # asked for while it started
+            await child.stop()
         ever_loaded = False
         try:
             async for message in child.receive():
@@ -151,10 +165,12 @@ class EngineLink:
             end = await child.ended()
         finally:
             self._loaded, self._child = None, None
+            with anyio.CancelScope(shield=True):
+                await child.stop()
             for event in self._dropping.values():
                 event.set()
             self._dropping.clear()
-        if self._stopping:
+        if self._stopping or not self._wanted.is_set():
             return ever_loaded
         reason = self._failure or f"the engine process ended: {end}"
         self._log.error("engine_ended", reason=reason)

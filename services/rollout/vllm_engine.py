@@ -23,6 +23,7 @@ from services.rollout.engine import NewToken, StepReport, StopReason, TurnReques
 from services.rollout.stopping import StopWatch, load_tokenizer
 
 MEGABYTE = 1 << 20
+MAX_REASON = 500
 
 
 def engine_environment(threads: int) -> dict[str, str]:
@@ -288,5 +289,5 @@ def _build_core(**settings: Any) -> Any:
         config = EngineArgs(**settings).create_engine_config()
         return EngineCore(config, Executor.get_class(config), log_stats=True)
     except (ValueError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{settings['model']}: vLLM can't load it: {first_line}") from error
+        reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+        raise ModelError(f"{settings['model']}: vLLM can't load it: {reason}") from error

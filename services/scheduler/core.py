@@ -90,9 +90,7 @@ class Scheduler:
             case e.TrainingFinished():
                 return self._finish(event, now)
             case e.WorkerSeen(worker=worker):
-                if self._workers.seen(worker, self._now_s):
-                    self._news.append(f"{worker.sender} {'drains' if worker.draining else 'is here'}")
-                return []
+                return self._see(worker, now)
             case e.WorkerLeft(instance=instance):
                 self._lose(instance, "left")
                 return []
@@ -175,6 +173,22 @@ class Scheduler:
         if entry.heard(progress, self._now_s):
             self._news.append(f"{entry.uid} enters {progress.phase}")
         return []
+
+    def _see(self, worker: m.Worker, now: float) -> list[c.Command]:
+        """Note a worker's presence; a job that none of its rollout workers can compute ends."""
+        if not self._workers.seen(worker, self._now_s):
+            return []
+        self._news.append(f"{worker.sender} {'drains' if worker.draining else 'is here'}")
+        done: list[c.Command] = []
+        for uid, reason in worker.broken.items():
+            holders = [instance for instance, held in self._allocations if held == uid and self._rolls_out(instance)]
+            if uid in self._jobs and all(self._workers.broken(instance, uid) for instance in holders):
+                done += self._end(uid, m.Outcome.FAILED, reason=f"no rollout worker can run it: {reason}", now=now)
+        return done
+
+    def _rolls_out(self, instance: str) -> bool:
+        worker = self._workers.views().get(instance)
+        return worker is not None and worker.role is m.Role.ROLLOUT
 
     def _lose(self, instance: str, how: str) -> None:
         if self._workers.left(instance):

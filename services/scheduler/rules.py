@@ -131,7 +131,12 @@ def someone_progresses(proposal: Proposal) -> Iterator[str]:
 
 def preemption_makes_room(proposal: Proposal) -> Iterator[str]:
     """A job loses units in the middle of a stage only if another starts with more units, or on another instance."""
-    before = {key: held for key, held in proposal.view.allocations.items() if key[0] in proposal.view.workers}
+    workers = proposal.view.workers
+    before = {
+        (instance, uid): held
+        for (instance, uid), held in proposal.view.allocations.items()
+        if instance in workers and uid not in workers[instance].broken
+    }
     had, has = _units(before), _units(proposal.after)
     gains = {uid for uid in has if has[uid] > had[uid]} | {uid for _, uid in proposal.after.keys() - before.keys()}
     for job in proposal.view.jobs.values():
@@ -156,7 +161,8 @@ RULES: tuple[Callable[[Proposal], Iterator[str]], ...] = (
 def _workers(proposal: Proposal, job: JobView) -> list[tuple[str, str]]:
     """(instance, job) of the workers on which the job's phase could go on."""
     if job.phase is m.Phase.ROLLOUT:
-        return [(worker.instance, job.uid) for worker in proposal.view.with_role(m.Role.ROLLOUT)]
+        able = [worker for worker in proposal.view.with_role(m.Role.ROLLOUT) if job.uid not in worker.broken]
+        return [(worker.instance, job.uid) for worker in able]
     return [(proposal.trainer_of(job), job.uid)]
 
 

@@ -4,7 +4,7 @@ How a directory becomes visible, and what survives a kill or a full disk, is :mo
 every file against the manifest before anything of it is used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +67,28 @@ def load(directory: Path) -> Checkpoint:
         )
     except (OSError, SafetensorError, msgspec.DecodeError) as error:
         raise JigsawError(f"{directory} can't be read: {error}") from error
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What there is to resume from: nothing, or the first whole checkpoint, and why those before it weren't used."""
+
+    directory: Path | None = None
+    checkpoint: Checkpoint | None = None
+    passed_over: tuple[str, ...] = ()
+
+
+def load_first(directories: Sequence[Path]) -> Found:
+    """Read the first checkpoint that is whole.
+
+    Raises:
+        JigsawError: there are some, and none is: beginning anew would train again what was trained.
+    """
+    passed_over: list[str] = []
+    for directory in directories:
+        try:
+            return Found(directory, load(directory), tuple(passed_over))
+        except JigsawError as error:
+            passed_over.append(str(error))
+    if passed_over:
+        raise JigsawError(f"no checkpoint can be used: {'; '.join(passed_over)}")
+    return Found()

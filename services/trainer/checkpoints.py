@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from libs.common import manifest
-from libs.common.errors import JigsawError
 
 PREFIX = "step-"
 
@@ -39,15 +38,9 @@ class Checkpoints:
             return []
         return sorted(int(path.name.removeprefix(PREFIX)) for path in self._folder.glob(f"{PREFIX}[0-9]*") if path.is_dir())
 
-    def newest(self) -> Path | None:
-        """The newest one that is whole: to resume from. One that is damaged is passed over for the one before."""
-        for step in reversed(self.steps()):
-            try:
-                self.verify(step)
-            except JigsawError:
-                continue
-            return self.path(step)
-        return None
+    def newest_first(self) -> list[Path]:
+        """All complete ones, in the order in which to try to resume from them."""
+        return [self.path(step) for step in reversed(self.steps())]
 
     def verify(self, step: int) -> None:
         """Read a checkpoint back.

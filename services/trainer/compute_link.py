@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from structlog.typing import FilteringBoundLogger
 
 from libs.common.child import Child
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, MessageError
 from libs.common.job import Job
 from services.trainer import wire
 from services.trainer.process import child_environment
@@ -40,7 +40,6 @@ class ComputeLink:
         self._child, self._on_micro_batch, self._log = child, on_micro_batch, log
         self._answer: asyncio.Future[wire.FromTrainer] | None = None
         self._gone = ""
-        self._reader = asyncio.create_task(self._read())
         self.revision = 0
 
     @classmethod
@@ -60,8 +59,20 @@ class ComputeLink:
         )
         return cls(child, on_micro_batch=on_micro_batch, log=log)
 
-    async def load(self, job: Job, *, model: str, resume: str, cores: Sequence[int]) -> wire.Ready:
-        """Load model and optimiser."""
+    async def run(self) -> None:
+        """Take in what the process says, until it ends; a task of its own."""
+        try:
+            async for message in self._child.receive():
+                self._take(message)
+            self._gone = f"the training process ended: {await self._child.ended()}"
+        except MessageError as error:
+            self._gone = str(error)
+        self._log.info("training_process_ended", reason=self._gone)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ComputeLost(self._gone))
+
+    async def load(self, job: Job, *, model: str, resume: list[str], cores: Sequence[int]) -> wire.Ready:
+        """Load model and optimiser, from the first of the checkpoints ``resume`` that is whole."""
         return await self._ask(wire.Load(job, model, resume, list(cores)), wire.Ready)
 
     async def train(self, step: int, groups: list[wire.SampleGroup]) -> dict[str, float]:
@@ -83,7 +94,6 @@ class ComputeLink:
     async def stop(self) -> None:
         """End the process."""
         await self._child.stop()
-        await self._reader
 
     async def _ask(self, request: wire.ToTrainer, expected: type[A]) -> A:
         if self._gone:
@@ -97,17 +107,12 @@ class ComputeLink:
             raise ComputeLost(f"{type(answer).__name__} came where {expected.__name__} was expected")
         return answer
 
-    async def _read(self) -> None:
-        async for message in self._child.receive():
-            match message:
-                case wire.MicroBatchDone():
-                    self._on_micro_batch(message)
-                case wire.UnitsApplied(revision=revision):
-                    self.revision = revision
-                case _:
-                    if self._answer is not None and not self._answer.done():
-                        self._answer.set_result(message)
-        self._gone = f"the training process ended: {await self._child.ended()}"
-        self._log.info("training_process_ended", reason=self._gone)
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ComputeLost(self._gone))
+    def _take(self, message: wire.FromTrainer) -> None:
+        match message:
+            case wire.MicroBatchDone():
+                self._on_micro_batch(message)
+            case wire.UnitsApplied(revision=revision):
+                self.revision = revision
+            case _:
+                if self._answer is not None and not self._answer.done():
+                    self._answer.set_result(message)

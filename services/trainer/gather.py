@@ -5,6 +5,7 @@ Every few seconds the store is asked about whatever is still missing, so a lost 
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
@@ -92,21 +93,12 @@ class Gatherer:
         await self._announce([spec.id for spec in specs], ledger.step, policy)
 
     async def _announce(self, ids: Sequence[TrajectoryId], step: int, policy: PolicyVersion) -> None:
+        await self._tell(m.StartRollout, ids, step, policy=policy)
+
+    async def _tell(self, kind: type[m.TrajectoryNews], ids: Sequence[TrajectoryId], step: int, **more: Any) -> None:
         self._attempt += 1
-        await self._bus.publish_all(
-            [
-                m.StartRollout(
-                    sender=self._instance,
-                    job_uid=id.job_uid,
-                    step=step,
-                    group=id.group,
-                    sample=id.sample,
-                    policy=policy,
-                    attempt=self._attempt,
-                )
-                for id in ids
-            ]
-        )
+        about = {"sender": self._instance, "job_uid": self._uid, "step": step, "attempt": self._attempt, **more}
+        await self._bus.publish_all([kind(group=id.group, sample=id.sample, **about) for id in ids])
 
     async def _reconcile(self, ledger: StepLedger, policy: PolicyVersion, *, quiet: bool) -> None:
         """Ask the store about what is missing; announce again what nobody seems to work on."""
@@ -128,17 +120,4 @@ class Gatherer:
         if unclaimed:
             self._log.info("announced_again", trajectories=len(unclaimed), step=ledger.step)
             await self._announce(unclaimed, ledger.step, policy)
-        self._attempt += 1
-        await self._bus.publish_all(
-            [
-                m.TrajectoryFinished(
-                    sender=self._instance,
-                    job_uid=id.job_uid,
-                    step=ledger.step,
-                    group=id.group,
-                    sample=id.sample,
-                    attempt=self._attempt,
-                )
-                for id in unscored
-            ]
-        )
+        await self._tell(m.TrajectoryFinished, unscored, ledger.step)

@@ -50,6 +50,11 @@ class JobData:
         self._next_group = 0
 
     @property
+    def epoch(self) -> int:
+        """Whole passes over the training rows so far."""
+        return self._cursor.state().epoch
+
+    @property
     def position(self) -> dict[str, Any]:
         """Where the job stands, for a checkpoint."""
         built: dict[str, Any] = msgspec.to_builtins(Position(self._cursor.state(), self._next_group))

@@ -18,6 +18,7 @@ from libs.common import subjects
 from libs.common.blobs import download
 from libs.common.bus import Puller
 from libs.common.errors import JigsawError, QueueGone
+from libs.common.history import History
 from libs.common.job import DataSection, Job
 from libs.common.messages import Phase
 from libs.common.models import context_length, resolve_model
@@ -29,11 +30,11 @@ from libs.environments.registry import make_environment
 from services.trainer import wire
 from services.trainer.compute_link import ComputeLink
 from services.trainer.gather import Gatherer
-from services.trainer.history import TRUNCATED_BY, History, StepSummary, summarise, warnings_of
 from services.trainer.job_data import JobData
 from services.trainer.publication import Publication
 from services.trainer.run_log import RunLog
 from services.trainer.steps import StepLedger, is_evaluation_step
+from services.trainer.summary import account, token_count, warnings_of
 
 TELL_S = 0.5
 
@@ -122,18 +123,20 @@ class JobTrainer:
         return await anyio.to_thread.run_sync(load)
 
     async def _load(self, model: Path, data: JobData) -> wire.Ready:
-        """Load the compute side, from the newest checkpoint if there is one."""
-        newest = self._publication.checkpoints.newest()
+        """Load the compute side, from the newest checkpoint that is whole if there is one."""
+        checkpoints = await anyio.to_thread.run_sync(self._publication.checkpoints.newest_first)
         ready = await self._compute.load(
             self._job,
             model=str(model),
-            resume=str(newest or ""),
+            resume=[str(path) for path in checkpoints],
             cores=self._context.settings.device.cores,
         )
-        if newest is not None:
+        for reason in ready.passed_over:
+            self._log.warning("checkpoint_passed_over", reason=reason)
+        if ready.resumed:
             data.resume(ready.extra["position"])
             self._history = msgspec.convert(ready.extra["history"], History)
-            self._log.info("resumed", step=ready.step, checkpoint=str(newest))
+            self._log.info("resumed", step=ready.step, checkpoint=ready.resumed)
         self._step = ready.step
         self._log.info("trainer_ready", seconds=round(ready.seconds, 1), step=ready.step)
         return ready
@@ -170,7 +173,7 @@ class JobTrainer:
         self._phase = Phase.TRAIN
         await self._tell()
         training = await gatherer.records(self._ledger.groups("train"), samples=rollout.group)
-        summary = self._account(self._by_group(training))
+        summary = account(self._history, self._by_group(training))
         metrics = await self._train(step, training)
         trained = time.monotonic()
         evaluated = await self._account_evaluation(gatherer, step, metrics)
@@ -179,13 +182,14 @@ class JobTrainer:
             self._log.warning("attention", step=step, message=warning)
         policy = await self._publication.policy(step + 1)
         published = time.monotonic()
-        tokens = self._tokens(training)
+        tokens = token_count(training)
         metrics |= {
             "time/rollout": gathered - started,
             "time/train": trained - gathered,
             "time/publish": published - trained,
             "time/checkpoint": self._checkpoint_s,
             "time/step": published - started + self._checkpoint_s,
+            "progress/epoch": float(data.epoch),
             "throughput/tokens": float(tokens),
             "throughput/tokens_per_s": tokens / (published - started + self._checkpoint_s),
         }
@@ -223,21 +227,6 @@ class JobTrainer:
         self._history.trained += sum(len(group.samples) for group in groups)
         self._history.mismatch_kl = metrics.get("mismatch/kl", 0.0)
         return metrics
-
-    def _account(self, groups: list[list[Record]]) -> StepSummary:
-        """Add a step's training samples to the history."""
-        summary = summarise(groups)
-        flat = [record for group in groups for record in group]
-        self._history.rewards.append(sum(summary.rewards) / len(summary.rewards) if summary.rewards else 0.0)
-        self._history.tokens += self._tokens(flat)
-        self._history.failed += sum(record.state == "failed" for record in flat)
-        self._history.truncated += sum(record.stop_reason in TRUNCATED_BY for record in flat)
-        self._history.retries += sum(record.attempts - 1 for record in flat if record.attempts > 1)
-        return summary
-
-    def _tokens(self, records: list[Record]) -> int:
-        """Prompt and completion tokens."""
-        return sum(len(record.spec.prompt_ids) + len(record.tokens) for record in records)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -312,13 +301,16 @@ class JobTrainer:
         self._told_at = time.monotonic()
         if self._progress_table is None:
             self._progress_table = await self._context.bus.table(m.JobProgress)
-        progress = self._history.progress(
+        settled, expected = self._ledger.counts
+        progress = m.JobProgress(
             sender=self._context.instance,
             job_uid=self._uid,
             phase=self._phase,
             step=self._step,
             steps=self._job.train.steps,
-            counts=self._ledger.counts,
+            settled=settled,
+            expected=expected,
+            history=self._history,
             artifacts={
                 "model": str(self._folder / "model"),
                 "tensorboard": str(self._folder / "tensorboard"),

@@ -67,17 +67,16 @@ class Learner:
 
     Args:
         directory: the model in Hugging Face format: the initial policy, and the reference of the KL penalty.
-        resume: a checkpoint to continue from.
+        resume: what to continue from.
 
     Raises:
-        ModelError: the model can't be trained.
-        JigsawError: the checkpoint can't be used.
+        ModelError: the model can't be trained, or the checkpoint is of another.
 
     Attributes:
         step: updates of the whole job so far, counted in steps. extra: what the caller saved with the checkpoint.
     """
 
-    def __init__(self, directory: Path, job: Job, *, seed: int, resume: Path | None = None) -> None:
+    def __init__(self, directory: Path, job: Job, *, seed: int, resume: checkpoint.Checkpoint | None = None) -> None:
         self._job, self.step, self.extra = job, 0, dict[str, Any]()
         self._bad_updates = 0
         randomness.seed(seed)
@@ -101,7 +100,7 @@ class Learner:
             fused=True,
         )
         if resume is not None:
-            self._restore(checkpoint.load(resume))
+            self._restore(resume)
 
     def set_threads(self, count: int) -> None:
         """Compute with this many threads from the next operation on, held to the cores of this process."""
@@ -139,9 +138,9 @@ class Learner:
             "grad_norm": sum(made) / len(made) if made else 0.0,
             "learning_rate": rate,
             "updates_skipped": float(len(norms) - len(made)),
-            "tokens_computed": float(meter.tokens),
-            "tokens_per_s": meter.tokens / seconds,
-            "seconds": seconds,
+            "throughput/tokens_computed": float(meter.tokens),
+            "throughput/computed_tokens_per_s": meter.tokens / seconds,
+            "time/compute": seconds,
         }
 
     def _parts(self, groups: Sequence[Group]) -> list[list[_Item]]:

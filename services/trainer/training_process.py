@@ -14,7 +14,7 @@ from libs.common.child import Parent, ParentGone, die_with_parent
 from libs.common.errors import JigsawError
 from libs.common.partition import CpuPartition
 from libs.common.tokens import from_bytes
-from services.trainer import wire
+from services.trainer import checkpoint, wire
 from services.trainer.batches import Completion, Group
 from services.trainer.grpo import advantages
 from services.trainer.learner import Learner, Progress
@@ -96,10 +96,8 @@ def main() -> None:
     try:
         load, waiting = _told_to_load(parent)
         try:
-            started = time.monotonic()
-            resume = Path(load.resume) if load.resume else None
-            learner = Learner(Path(load.model), load.job, seed=load.job.train.seed, resume=resume)
-            parent.send(wire.Ready(learner.step, learner.extra, seconds=time.monotonic() - started))
+            learner, ready = _loaded(load)
+            parent.send(ready)
             TrainingProcess(parent, learner, load, waiting=waiting).run()
         except (JigsawError, ValueError, RuntimeError, OSError, msgspec.MsgspecError) as error:
             if isinstance(error, ParentGone):
@@ -111,6 +109,20 @@ def main() -> None:
     except ParentGone:
         # Nothing of a learner outlives its process; taking it apart in order would only keep the memory for longer.
         os._exit(0)
+
+
+def _loaded(load: wire.Load) -> tuple[Learner, wire.Ready]:
+    """The learner, continuing from the newest checkpoint that is whole."""
+    started = time.monotonic()
+    found = checkpoint.load_first([Path(path) for path in load.resume])
+    learner = Learner(Path(load.model), load.job, seed=load.job.train.seed, resume=found.checkpoint)
+    return learner, wire.Ready(
+        step=learner.step,
+        resumed=str(found.directory or ""),
+        extra=learner.extra,
+        passed_over=list(found.passed_over),
+        seconds=time.monotonic() - started,
+    )
 
 
 def _told_to_load(parent: Parent[wire.ToTrainer]) -> tuple[wire.Load, list[wire.ToTrainer]]:

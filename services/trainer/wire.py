@@ -11,13 +11,14 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the model and the optimiser; the first thing said, once.
 
     Attributes:
-        model: directory of the initial policy. resume: a checkpoint to continue from, or "".
+        model: directory of the initial policy.
+        resume: checkpoints to continue from, the newest first; one that is damaged is passed over for the next.
         cores: the device's units, as core numbers.
     """
 
     job: Job
     model: str
-    resume: str
+    resume: list[str]
     cores: list[int]
 
 
@@ -67,10 +68,17 @@ ToTrainer = Load | Train | WritePolicy | WriteCheckpoint | SetUnits
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded: ``step`` steps have been trained; ``extra`` is the checkpoint's."""
+    """The model is loaded: ``step`` steps have been trained.
+
+    Attributes:
+        resumed: the checkpoint that it goes on from, or "". extra: what was saved with it.
+        passed_over: why newer checkpoints weren't used.
+    """
 
     step: int
+    resumed: str
     extra: dict[str, Any]
+    passed_over: list[str]
     seconds: float
 
 

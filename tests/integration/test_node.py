@@ -99,7 +99,7 @@ def job_file(tmp_path: Path) -> Path:
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(model / "tokenizer.json"))
     (model / "config.json").write_text('{"max_position_embeddings": 64}')
-    (model / "model.safetensors").write_bytes(b"nothing")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     job = {"name": "hollow", "model": {"path": "model"}, "data": {"path": "rows.jsonl"}}
     path = tmp_path / "job.json"

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from libs.common.errors import JigsawError, StaleEpochError
 from libs.common.store import (
@@ -264,3 +265,17 @@ async def test_forgetting_thousands_of_records(store: TrajectoryStore, job_uid: 
 async def test_no_server_is_one_clear_line() -> None:
     with pytest.raises(JigsawError, match="doesn't answer"):
         await TrajectoryStore.connect("redis://127.0.0.1:1")
+
+
+async def test_only_who_replaces_brings_in_another_version_of_the_functions(store: TrajectoryStore, redis_url: str) -> None:
+    other = "#!lua name=jigsaw_trajectories\nredis.register_function('jigsaw_state', function() return 'other' end)"
+    client = Redis.from_url(redis_url)
+    await client.function_load(other, replace=True)
+    await store.install(replace=False)
+    assert await store.states([TrajectoryId("any", 0, 0)]) == ["other"]
+    await store.install(replace=True)
+    assert await store.states([TrajectoryId("any", 0, 0)]) == ["gone"]
+    await client.function_delete("jigsaw_trajectories")
+    await store.install(replace=False)
+    assert await store.states([TrajectoryId("any", 0, 0)]) == ["gone"]
+    await client.aclose()

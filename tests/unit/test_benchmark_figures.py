@@ -24,7 +24,7 @@ LINE = {
     "time/publish": 0.5,
     "time/checkpoint": 0.0,
     "time/step": 9.6,
-    "seconds": 4.9,
+    "time/compute": 4.9,
     "throughput/tokens": 4500.0,
     "response_length/min": 32.0,
     "response_length/max": 32.0,

@@ -73,6 +73,26 @@ def test_damage_is_found(tmp_path: Path, name: str, harm: str) -> None:
         checkpoint.load(tmp_path / "3")
 
 
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    for step in (3, 6):
+        checkpoint.save(tmp_path / str(step), tensors=tensors(float(step)), state=STATE)
+    (tmp_path / "6" / "weights.safetensors").write_bytes(b"")
+    found = checkpoint.load_first([tmp_path / "6", tmp_path / "3"])
+    assert found.directory == tmp_path / "3"
+    assert found.checkpoint is not None
+    assert found.checkpoint.tensors["weights"]["a"][0, 0] == 3.0
+    assert len(found.passed_over) == 1
+    assert "wrong size" in found.passed_over[0]
+
+
+def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "3", tensors=tensors(), state=STATE)
+    (tmp_path / "3" / "weights.safetensors").unlink()
+    with pytest.raises(JigsawError, match="no checkpoint can be used"):
+        checkpoint.load_first([tmp_path / "3"])
+    assert checkpoint.load_first([]).checkpoint is None
+
+
 @pytest.mark.parametrize("manifest", [None, b"{", b'{"format": 99}'])
 def test_no_checkpoint_or_an_unknown_one_is_refused(tmp_path: Path, manifest: bytes | None) -> None:
     checkpoint.save(tmp_path / "3", tensors=tensors(), state=STATE)

@@ -1,23 +1,28 @@
 """The command line without a node: help that teaches, errors of one line, and nothing left behind by them."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from libs.cli import demo, main, options, summary
+from libs.cli import checks, demo, main, options, summary
 from libs.cli.doctor import examine
 from libs.cli.node import node_settings
 from libs.cli.samples import ordered
 from libs.cli.submit import prepared
 from libs.common import messages as m
-from libs.common.errors import DataError, JigsawError, JobFileError
+from libs.common.errors import DataError, JigsawError, JobFileError, NodeError
+from libs.common.history import History
 from libs.common.job import Job, job_from
 from libs.common.samples import SampleLine, read_samples, sampled_steps, samples_file, write_samples
+from libs.common.settings import RewardSettings
+from tests.tiny_model import CONTEXT, build_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMANDS = (
@@ -41,8 +46,10 @@ def model(tmp_path: Path) -> Path:
     """A directory that passes for a model."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
+    header = b'{"weight": {"dtype": "BF16", "shape": [1000, 2000], "data_offsets": [0, 0]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return folder
 
 
@@ -142,6 +149,67 @@ def test_a_dataset_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> 
         prepared(file, steps=None, settings=node_settings(None, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [("mine:scores", "has no attribute 'scores'"), ("yours:score", "No module named 'yours'"), ("mine:score", None)],
+)
+def test_a_users_function_that_cannot_be_loaded_is_refused(
+    function: str, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("print('hello')\ndef score(completion, answer, row): return 1.0\n")
+    file = write_job(tmp_path, plain_job(tmp_path, data) | {"reward": {"function": function}})
+    node = RewardSettings(allow=["mine.*", "yours.*"], plugins=[str(tmp_path)])
+    settings = msgspec.structs.replace(node_settings(None, tmp_path / "home"), reward=node)
+    monkeypatch.setattr("libs.cli.checks.check_model", lambda path: None)  # this test is about something else
+    monkeypatch.setattr("libs.cli.checks.find_model", lambda path: None)
+    if problem is None:
+        prepared(file, steps=None, settings=settings)
+        return
+    with pytest.raises(JobFileError, match=f"reward.function: '{function}' can't be loaded: .*{problem}"):
+        prepared(file, steps=None, settings=settings)
+
+
+def usage(*, free_mb: int) -> Any:
+    return lambda path: SimpleNamespace(free=free_mb << 20)
+
+
+def test_a_job_that_the_disk_has_no_room_for_is_refused(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_job(tmp_path, plain_job(build_tiny_model(tmp_path / "tiny"), rows))
+    settings = node_settings(None, tmp_path / "home")
+    prepared(file, steps=None, settings=settings)
+    monkeypatch.setattr(shutil, "disk_usage", usage(free_mb=3))
+    with pytest.raises(
+        NodeError, match=r"small \(checkpoints, policy versions, model\) needs \d+ MB of disk, 3 MB are free"
+    ):
+        prepared(file, steps=None, settings=settings)
+
+
+def test_a_context_longer_than_the_models_own_is_refused(rows: Path, tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "tiny")
+    longer = plain_job(model, rows) | {"model": {"path": str(model), "max_context": CONTEXT + 1}}
+    with pytest.raises(JobFileError, match=rf"model.max_context: the model attends to {CONTEXT} tokens at most"):
+        prepared(write_job(tmp_path, longer), steps=None, settings=node_settings(None, tmp_path / "home"))
+
+
+def test_what_a_jobs_files_take_grows_with_what_is_kept() -> None:
+    once = checks.disk_needed(job(), 1_000)
+    more = msgspec.structs.replace(job(), train=msgspec.structs.replace(job().train, keep_last=3))
+    assert checks.disk_needed(more, 1_000) - once == 2 * 12 * 1_000
+
+
+def test_a_node_does_not_start_on_a_full_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", usage(free_mb=7))
+    home = tmp_path / "home"
+    code, err = run(["up", "--home", str(home)], capsys, monkeypatch)
+    assert code == 1
+    assert err == f"jigsaw: {home}: a node needs 256 MB of disk, 7 MB are free\n"
+    assert not home.exists()
+
+
 def example_files() -> list[Path]:
     return sorted(path for path in EXAMPLES.glob("*.toml") if path.name != "node.toml")
 
@@ -219,13 +287,15 @@ def test_first_and_last_rewards_are_means_of_three_and_of_five_steps() -> None:
         steps=9,
         settled=0,
         expected=0,
-        rewards=[0.0, 0.25, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5],
-        tokens=900,
-        rollout_s=1.0,
-        train_s=1.5,
-        other_s=0.5,
-        mismatch_kl=0.125,
-        trained=64,
+        history=History(
+            rewards=[0.0, 0.25, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5],
+            tokens=900,
+            rollout_s=1.0,
+            train_s=1.5,
+            other_s=0.5,
+            mismatch_kl=0.125,
+            trained=64,
+        ),
         artifacts={"model": "/m", "tensorboard": "/t"},
     )
     ended = record(state=m.JobState.ENDED, outcome=m.Outcome.SUCCEEDED, ended_at=2.0)

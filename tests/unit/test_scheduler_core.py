@@ -1,5 +1,6 @@
 """The scheduler's state machine: admission, stages, workers coming and going, endings, and starting again."""
 
+import msgspec
 import pytest
 
 from libs.common import messages as m
@@ -319,3 +320,26 @@ def test_telemetry_reaches_the_view_bounded_and_goes_with_its_job() -> None:
     assert 1 < len(activity.windows) <= 16
     world.send(finish("a"), e.TelemetrySeen(window))
     assert world.scheduler.view().activity == {}
+
+
+def cannot(some: m.Worker, uid: str) -> e.WorkerSeen:
+    return e.WorkerSeen(msgspec.structs.replace(some, broken={uid: "no memory for the KV cache"}))
+
+
+def test_a_worker_that_cannot_run_a_job_gets_no_units_for_it() -> None:
+    world = two_cores()
+    world.send(submit("a"), progress("a", ROLLOUT), cannot(world.workers["r0"], "a"))
+    assert world.units("a") == {"r0": (), "r1": (0,), "t0": ()}
+    assert world.allocations["r1", "a"].max_running == 16
+    assert not world.ended
+
+
+def test_a_job_that_no_rollout_worker_can_run_fails_with_the_reason() -> None:
+    world = two_cores()
+    world.send(submit("a"), submit("b"), progress("a", ROLLOUT))
+    world.send(cannot(world.workers["r0"], "a"), cannot(world.workers["r1"], "a"))
+    assert world.ended["a"].outcome is m.Outcome.FAILED
+    assert "no memory for the KV cache" in world.ended["a"].reason
+    assert world.running() == ["b"]
+    world.send(cannot(world.workers["r0"], "a"), cannot(world.workers["r1"], "a"))  # repeated by every heartbeat
+    assert list(world.ended) == ["a"]

@@ -25,10 +25,11 @@ def by_phase(
     Args:
         units: what the job may use of each device.
         trainer: its trainer, None while it waits for one (nothing can go on then).
-        rollouts: its rollout workers.
+        rollouts: its rollout workers; those that can't compute it hold it and get nothing.
     """
     rolling = trainer is not None and phase is Phase.ROLLOUT
-    dealt = _deal(units, rollouts) if rolling else {}
+    able = [worker for worker in rollouts if job_uid not in worker.broken]
+    dealt = _deal(units, able) if rolling else {}
     grants = [Grant(worker.instance, job_uid, dealt.get(worker.instance, ())) for worker in rollouts]
     if trainer is not None:
         training = () if rolling else tuple(units.get(trainer.device, ()))[: trainer.max_units]

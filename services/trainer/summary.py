@@ -1,4 +1,4 @@
-"""What a job has done so far, as a checkpoint keeps it and as users see it; pure.
+"""What a step's samples look like in numbers, and what they add to a job's history; pure.
 
 Also the place where it is decided what a user must be warned of: conditions under which training runs and learns nothing.
 """
@@ -8,57 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from libs.common.messages import JobProgress, Phase
+from libs.common.history import History
 from libs.common.store import Record
-
-
-class History(msgspec.Struct):
-    """Counts and curves over all finished steps of the surviving lineage."""
-
-    rewards: list[float] = []
-    evaluations: list[tuple[int, float]] = []
-    tokens: int = 0
-    rollout_s: float = 0.0
-    train_s: float = 0.0
-    other_s: float = 0.0
-    mismatch_kl: float = 0.0
-    trained: int = 0
-    failed: int = 0
-    truncated: int = 0
-    retries: int = 0
-    warnings: dict[str, str] = {}
-
-    def warn(self, found: dict[str, str]) -> list[str]:
-        """Remember warnings; returns the texts of those that are new."""
-        new = {key: text for key, text in found.items() if key not in self.warnings}
-        self.warnings.update(new)
-        return list(new.values())
-
-    def progress(
-        self,
-        *,
-        sender: str,
-        job_uid: str,
-        phase: Phase,
-        step: int,
-        steps: int,
-        counts: tuple[int, int],
-        artifacts: dict[str, str],
-    ) -> JobProgress:
-        """The message that tells everyone."""
-        plain = {name: getattr(self, name) for name in self.__struct_fields__ if name != "warnings"}
-        return JobProgress(
-            sender=sender,
-            job_uid=job_uid,
-            phase=phase,
-            step=step,
-            steps=steps,
-            settled=counts[0],
-            expected=counts[1],
-            artifacts=artifacts,
-            warnings=list(self.warnings.values()),
-            **plain,
-        )
 
 
 class StepSummary(msgspec.Struct, frozen=True):
@@ -105,6 +56,23 @@ def summarise(groups: Sequence[Sequence[Record]]) -> StepSummary:
         truncated=sum(cut) / len(cut) if cut else 0.0,
         mixed=sum(mixed) / len(mixed) if mixed else 0.0,
     )
+
+
+def account(history: History, groups: Sequence[Sequence[Record]]) -> StepSummary:
+    """Add a step's training samples to the history; returns their summary."""
+    summary = summarise(groups)
+    flat = [record for group in groups for record in group]
+    history.rewards.append(sum(summary.rewards) / len(summary.rewards) if summary.rewards else 0.0)
+    history.tokens += token_count(flat)
+    history.failed += sum(record.state == "failed" for record in flat)
+    history.truncated += sum(record.stop_reason in TRUNCATED_BY for record in flat)
+    history.retries += sum(record.attempts - 1 for record in flat if record.attempts > 1)
+    return summary
+
+
+def token_count(records: Sequence[Record]) -> int:
+    """Prompt and completion tokens."""
+    return sum(len(record.spec.prompt_ids) + len(record.tokens) for record in records)
 
 
 def warnings_of(summary: StepSummary, metrics: dict[str, float]) -> dict[str, str]:

@@ -1,10 +1,10 @@
 """What a step is summarised as, and what a user is warned of."""
 
-from libs.common.messages import Phase
+from libs.common.history import History
 from libs.common.store import Record, TrajectoryId
 from libs.common.tokens import PolicyVersion, sampled
 from services.trainer.checkpoints import Kept, droppable
-from services.trainer.history import History, summarise, warnings_of
+from services.trainer.summary import account, summarise, warnings_of
 from tests.trajectories import spec_of
 
 
@@ -53,14 +53,14 @@ def test_a_warning_comes_once() -> None:
     assert history.warn({"a": "text", "b": "other"}) == ["other"]
 
 
-def test_progress_carries_the_curves() -> None:
-    history = History(rewards=[0.1, 0.2], trained=8)
-    history.warn({"a": "text"})
-    told = history.progress(
-        sender="t", job_uid="j", phase=Phase.TRAIN, step=2, steps=5, counts=(3, 4), artifacts={"model": "/m"}
-    )
-    assert (told.rewards, told.trained, told.warnings) == ([0.1, 0.2], 8, ["text"])
-    assert (told.settled, told.expected) == (3, 4)
+def test_a_steps_samples_are_added_to_the_history() -> None:
+    history = History(rewards=[0.1], tokens=7, trained=8)
+    groups = [[record(0, 0, 1.0, stop="length"), record(0, 1, None)], [record(1, 0, 0.0), record(1, 1, 0.0)]]
+    prompts = sum(len(item.spec.prompt_ids) for group in groups for item in group)
+    account(history, groups)
+    assert history.rewards == [0.1, 1 / 3]
+    assert history.tokens == 7 + prompts + 4 * 3
+    assert (history.failed, history.truncated, history.retries) == (1, 1, 0)
 
 
 def test_newest_and_best_checkpoints_are_kept() -> None:

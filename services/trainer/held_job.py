@@ -1,0 +1,127 @@
+"""A job on this trainer: its step loop, over as many training processes as it takes, and how it ended."""
+
+import anyio
+
+from libs.common import messages as m
+from libs.common.errors import JigsawError
+from libs.common.policy_store import PolicyStore
+from libs.common.service import Context
+from services.trainer import wire
+from services.trainer.compute_link import ComputeFailed, ComputeLink, ComputeLost
+from services.trainer.job_trainer import JobTrainer
+from services.trainer.publication import Publication, Superseded
+
+LIVES = 3
+"""Training processes that may die in a row without a step between them before the job fails."""
+
+
+class HeldJob:
+    """Runs a job until it has ended, which it reports, or until it is stopped, which leaves the job to others."""
+
+    broken = ""
+
+    def __init__(self, context: Context, record: m.JobRecord, policies: PolicyStore) -> None:
+        self._context, self._record, self._policies = context, record, policies
+        self._log = context.log.bind(job=record.job_uid)
+        self._scope = anyio.CancelScope()
+        self._compute: ComputeLink | None = None
+        self._allocation: m.Allocation | None = None
+        self._step = 0
+
+    @property
+    def revision(self) -> int:
+        """Revision of the allocation in force."""
+        return self._compute.revision if self._compute else 0
+
+    async def allocate(self, allocation: m.Allocation) -> None:
+        """Apply a newer allocation at the next micro-batch boundary."""
+        if self._allocation is None or allocation.revision > self._allocation.revision:
+            self._allocation = allocation
+            await self._apply()
+
+    async def stop(self) -> None:
+        """Cut the step loop short."""
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Until the job has ended, or :meth:`stop`."""
+        try:
+            with self._scope:
+                await self._context.bus.publish(await self._outcome())
+        except Superseded as reason:
+            self._log.warning("superseded", reason=str(reason))
+        if self._scope.cancelled_caught:
+            self._log.info("job_given_up")
+
+    async def _apply(self) -> None:
+        if self._compute is not None and self._allocation is not None:
+            await self._compute.set_units(self._allocation.units, revision=self._allocation.revision)
+
+    async def _outcome(self) -> m.TrainingEnded:
+        deaths, reached = 0, 0
+        outcome, reason = m.Outcome.FAILED, ""
+        while deaths < LIVES:
+            try:
+                await self._live()
+                outcome, reason = m.Outcome.SUCCEEDED, ""
+                break
+            except ComputeLost as lost:
+                deaths = deaths + 1 if self._step == reached else 1
+                reached, reason = self._step, str(lost)
+                self._log.warning("training_process_lost", reason=reason, deaths=deaths)
+            except Superseded:
+                raise
+            except (ComputeFailed, JigsawError) as failed:
+                reason = str(failed)
+                break
+        return m.TrainingEnded(sender=self._context.instance, job_uid=self._record.job_uid, outcome=outcome, reason=reason)
+
+    async def _live(self) -> None:
+        """One training process, from start to end."""
+
+        def report(done: wire.MicroBatchDone) -> None:
+            tasks.start_soon(self._report, trainer.step, done)
+
+        cores = self._context.settings.device.cores
+        uid = self._record.job_uid
+        failure: JigsawError | None = None
+        async with anyio.create_task_group() as tasks:
+            compute = await ComputeLink.start(cores=cores, on_micro_batch=report, log=self._context.log)
+            tasks.start_soon(compute.run)
+            self._compute = compute
+            publication = Publication(
+                self._context,
+                uid,
+                incarnation=await self._context.store.hold_job(uid, owner=self._context.instance),
+                compute=compute,
+                policies=self._policies,
+            )
+            trainer = JobTrainer(self._context, self._record, compute=compute, publication=publication)
+            try:
+                await self._apply()
+                tasks.start_soon(trainer.keep_telling)
+                await trainer.run()
+            except JigsawError as error:
+                failure = error  # raised outside the group, which would wrap it
+            finally:
+                self._compute, self._step = None, trainer.step
+                with anyio.CancelScope(shield=True):
+                    await compute.stop()
+                tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _report(self, step: int, done: wire.MicroBatchDone) -> None:
+        await self._context.bus.publish(
+            m.TrainerWindow(
+                sender=self._context.instance,
+                job_uid=self._record.job_uid,
+                step=step,
+                done=done.done,
+                total=done.total,
+                tokens=done.tokens,
+                seconds=done.seconds,
+                units=len(self._allocation.units) if self._allocation else 0,
+                revision=self.revision,
+            )
+        )

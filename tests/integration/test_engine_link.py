@@ -1,0 +1,76 @@
+"""The life of an engine process as the service steers it; the engine in it is a replay."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import structlog
+
+from libs.common.job import job_from
+from libs.common.tokens import PolicyVersion
+from services.rollout import wire
+from services.rollout.engine_link import EngineLink
+
+V = PolicyVersion(1, 1)
+
+
+@asynccontextmanager
+async def running(**engine_args: Any) -> AsyncIterator[EngineLink]:
+    """A link with a policy and a unit, to a replay of ``engine_args``."""
+    raw = {
+        "name": "small",
+        "model": {"path": "m"},
+        "data": {"task": "t"},
+        "rollout": {"engine": "replay", "engine_args": engine_args},
+    }
+
+    async def receive(message: wire.FromEngine) -> None:
+        return None
+
+    link = EngineLink(job_from(raw, file="test"), cores=[0], receiver=receive, log=structlog.get_logger())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(link.run)
+        await link.use_policy(V, Path())
+        await link.set_units((0,), revision=1, memory_mb=100)
+        yield link
+        await link.stop()
+        tasks.cancel_scope.cancel()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(30):
+        while not condition():
+            await anyio.sleep(0.02)
+
+
+def engines() -> list[psutil.Process]:
+    """Engine processes of this test."""
+    return [child for child in psutil.Process().children() if "services.rollout.engine_process" in child.cmdline()]
+
+
+async def test_an_unloaded_engine_is_gone_and_the_next_units_load_it_again() -> None:
+    async with running() as link:
+        await eventually(lambda: link.ready and link.revision == 1)
+        await link.set_units((), revision=2, memory_mb=100)
+        await link.unload()
+        await eventually(lambda: not link.ready)
+        assert engines() == []
+        await link.set_units((), revision=3, memory_mb=100)
+        await anyio.sleep(0.2)
+        assert engines() == []
+        assert link.revision == 3
+        await link.set_units((0,), revision=4, memory_mb=100)
+        await eventually(lambda: link.ready and link.revision == 4)
+        assert len(engines()) == 1
+        assert not link.broken
+    assert engines() == []
+
+
+async def test_an_engine_that_cannot_be_loaded_is_broken_with_its_reason() -> None:
+    async with running(vocab_size=1) as link:
+        await eventually(lambda: bool(link.broken))
+        assert "rollout.engine_args of the replay engine" in link.broken
+        assert not link.ready
