@@ -10,17 +10,15 @@ import os
 from pathlib import Path
 
 from nats.errors import Error as NatsError
-from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.api import ObjectInfo, ObjectMeta, ObjectMetaOptions
 from nats.js.errors import ObjectNotFoundError
-from nats.js.object_store import ObjectStore
 
 from libs.common.bus import Bus
 from libs.common.errors import JigsawError
 from libs.common.subjects import BLOBS
 
 CHUNK_BYTES = 512 * 1024
-CHUNK_WAIT_S = 30.0
+CHUNK_WAIT_S = 10.0
 
 
 async def upload(bus: Bus, path: Path) -> str:
@@ -31,11 +29,7 @@ async def upload(bus: Bus, path: Path) -> str:
     """
     try:
         digest = await asyncio.to_thread(_sha256, path)
-        store = await bus.client.jetstream().object_store(BLOBS)
-        if await _info(store, digest) is None:
-            meta = ObjectMeta(description=path.suffix, options=ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))
-            with path.open("rb") as file:
-                await store.put(digest, file, meta)
+        await bus.ask(lambda: _put(bus, digest, path))
     except OSError as error:
         raise JigsawError(f"{path} can't be read: {error.strerror}") from None
     except NatsError as error:
@@ -50,15 +44,12 @@ async def download(bus: Bus, digest: str, folder: Path) -> Path:
         JigsawError: there is no such blob, it arrives damaged, or it can't be written.
     """
     try:
-        store = await bus.client.jetstream().object_store(BLOBS)
-        info = await _info(store, digest)
+        info = await bus.ask(lambda: _info(bus, digest))
         if info is None:
             raise JigsawError(f"the bus holds no dataset with digest {digest}")
         target = folder / f"{digest}{info.description or ''}"
         if not target.exists():
-            await _fetch(bus, info, target)
-    except NatsTimeoutError:
-        raise JigsawError(f"dataset {digest} stopped arriving") from None
+            await bus.ask(lambda: _fetch(bus, info, target))
     except NatsError as error:
         raise JigsawError(f"dataset {digest} can't be fetched: {error or type(error).__name__}") from None
     except OSError as error:
@@ -74,7 +65,7 @@ async def _fetch(bus: Bus, info: ObjectInfo, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     subject = f"$O.{BLOBS}.C.{info.nuid}"
-    subscription = await bus.client.jetstream().subscribe(subject, stream=f"OBJ_{BLOBS}", ordered_consumer=True)
+    subscription = await bus.js.subscribe(subject, stream=f"OBJ_{BLOBS}", ordered_consumer=True)
     try:
         with aside.open("wb") as file:
             for _ in range(info.chunks or 0):
@@ -86,9 +77,17 @@ async def _fetch(bus: Bus, info: ObjectInfo, target: Path) -> None:
         await subscription.unsubscribe()
 
 
-async def _info(store: ObjectStore, digest: str) -> ObjectInfo | None:
+async def _put(bus: Bus, digest: str, path: Path) -> None:
+    if await _info(bus, digest) is None:
+        store = await bus.js.object_store(BLOBS)
+        meta = ObjectMeta(description=path.suffix, options=ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))
+        with path.open("rb") as file:
+            await store.put(digest, file, meta)
+
+
+async def _info(bus: Bus, digest: str) -> ObjectInfo | None:
     try:
-        return await store.get_info(digest)
+        return await (await bus.js.object_store(BLOBS)).get_info(digest)
     except ObjectNotFoundError:
         return None
 

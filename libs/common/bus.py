@@ -2,47 +2,49 @@
 
 Services speak in messages; this module turns them into subjects, headers, acknowledgements and watches. What can't be
 decoded becomes a dead letter and is terminated: no silent drop, no endless redelivery.
+
+Everything outlives an absence of the server of up to :data:`libs.common.patience.PATIENCE_S`, and then raises
+:class:`libs.common.errors.Unreachable`; the rule is :meth:`libs.common.connection.Connection.ask`. What was published is
+published again if its answer was lost: on streams that deduplicate it is dropped, and every message may come twice anyway.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Self, TypeVar
 
 import msgspec
-import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import ConnectionClosedError, NoRespondersError, OutboundBufferLimitError
 from nats.errors import Error as NatsError
-from nats.errors import NoServersError
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerConfig, DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import (
-    APIError,
-    BadRequestError,
-    NotFoundError,
-    ServiceUnavailableError,
-)
+from nats.js.api import ConsumerConfig, DiscardPolicy, KeyValueConfig, PubAck, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common import subjects
+from libs.common.connection import ANSWER_S, Connection
 from libs.common.errors import JigsawError, MessageError, NodeError, QueueGone
+from libs.common.patience import PATIENCE_S
 from libs.common.tables import Table
 
-CONNECT_S = 20.0
 DEDUPE_WINDOW_S = 120.0
 ACK_WAIT_S = 30.0
-NOT_READY_S = 0.5
-PUBLISH_S = 10.0
-PUBLISH_TRIES = 3
 
 M = TypeVar("M", bound=m.Message)
+T = TypeVar("T")
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False):
-    """A message from a stream, to be acknowledged once its effect is safe."""
+    """A message from a stream, to be acknowledged once its effect is safe.
+
+    What is said of it while the server is away is lost: the message comes again, which every receiver must bear anyway.
+    """
 
     message: m.AnyMessage
     deliveries: int
@@ -50,26 +52,26 @@ class Delivery(msgspec.Struct, frozen=True, eq=False):
 
     async def ack(self) -> None:
         """Its effect is safe: never deliver it again."""
-        await self._msg.ack()
+        await _say(self._msg.ack())
 
     async def extend(self) -> None:
         """It is being worked on: wait longer before delivering it to someone else."""
-        await self._msg.in_progress()
+        await _say(self._msg.in_progress())
 
     async def retry(self, after_s: float) -> None:
         """Deliver it again later, to anyone."""
-        await self._msg.nak(delay=after_s)
+        await _say(self._msg.nak(delay=after_s))
 
 
 class Bus:
-    """One connection to NATS, with the project's messages on it."""
+    """The project's messages on one connection to NATS."""
 
-    def __init__(self, client: Client, *, instance: str, log: FilteringBoundLogger) -> None:
-        self._client, self._instance, self._log = client, instance, log
-        self._js: JetStreamContext = client.jetstream(timeout=10.0)
+    def __init__(self, connection: Connection, *, instance: str, log: FilteringBoundLogger) -> None:
+        self._connection, self._instance, self._log = connection, instance, log
+        self._js = connection.js
 
     @classmethod
-    async def connect(cls, url: str, *, instance: str, log: FilteringBoundLogger, patience_s: float = CONNECT_S) -> Self:
+    async def connect(cls, url: str, *, instance: str, log: FilteringBoundLogger, patience_s: float = PATIENCE_S) -> Self:
         """Connect, and stay connected for as long as it takes once the first connection was made.
 
         Args:
@@ -79,46 +81,38 @@ class Bus:
         Raises:
             NodeError: no server at the url.
         """
-
-        async def note_error(error: Exception) -> None:
-            log.warning("bus_error", error=str(error) or type(error).__name__)
-
-        async def note_reconnect() -> None:
-            log.info("bus_reconnected")
-
-        try:
-            async with asyncio.timeout(patience_s):  # the client's own patience is endless, from the first connection on
-                client = await nats.connect(
-                    url,
-                    name=instance,
-                    error_cb=note_error,
-                    reconnected_cb=note_reconnect,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=1,
-                    connect_timeout=5,
-                    allow_reconnect=True,
-                    inbox_prefix=f"_INBOX.{instance}",
-                )
-        except (NoServersError, OSError) as error:  # a TimeoutError is an OSError
-            raise NodeError(f"no NATS server answers at {url}: {error or type(error).__name__}") from None
-        return cls(client, instance=instance, log=log)
+        connection = await Connection.open(url, instance=instance, log=log, patience_s=patience_s)
+        return cls(connection, instance=instance, log=log)
 
     @property
     def client(self) -> Client:
         """The connection itself, for :mod:`nats.micro`."""
-        return self._client
+        return self._connection.client
+
+    @property
+    def js(self) -> JetStreamContext:
+        """JetStream on this connection, for what isn't a message; what is asked of it goes through :meth:`ask`."""
+        return self._js
+
+    async def ask(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """As :meth:`Connection.ask`."""
+        return await self._connection.ask(attempt)
+
+    def only_while(self, permit: Callable[[], None]) -> AbstractContextManager[None]:
+        """Inside, call ``permit`` before every attempt of everything; what it raises forbids it."""
+        return self._connection.only_while(permit)
 
     async def close(self) -> None:
-        """Send what is buffered and close; bounded, because a drain can hang."""
-        try:
-            await asyncio.wait_for(self._client.flush(timeout=2), 3.0)
-        except (NatsError, TimeoutError):
-            self._log.warning("bus_flush_failed")
-        with contextlib.suppress(OSError):  # of a connection that broke just now
-            await self._client.close()
+        """Send what is under way and close."""
+        await self._connection.close()
 
     async def set_up(self) -> None:
-        """Create streams, buckets and the consumer that all jobs share. The scheduler alone does this."""
+        """Create streams, buckets and the consumer that all jobs share; safe to repeat. The scheduler alone does this."""
+        await self.ask(self._set_up)
+        await self.ensure_consumer(m.TrajectoryFinished, subjects.REWARD_CONSUMER)
+        await self.ask(lambda: self._js.create_object_store(subjects.BLOBS))
+
+    async def _set_up(self) -> None:
         for stream in subjects.STREAMS:
             config = _stream_config(stream)
             try:
@@ -127,8 +121,6 @@ class Bus:
                 await self._js.update_stream(config)
         for bucket in subjects.BUCKETS.values():
             await self._js.create_key_value(KeyValueConfig(bucket=bucket, history=1, storage=StorageType.FILE))
-        await self.ensure_consumer(m.TrajectoryFinished, subjects.REWARD_CONSUMER)
-        await self._js.create_object_store(subjects.BLOBS)
 
     async def wait_until_set_up(self, timeout_s: float) -> None:
         """Wait until the scheduler has created streams and buckets.
@@ -139,9 +131,9 @@ class Bus:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                await self._js.object_store(subjects.BLOBS)
+                await self.ask(lambda: self._js.object_store(subjects.BLOBS))
                 return
-            except (NotFoundError, NatsError):
+            except NotFoundError:
                 if time.monotonic() > deadline:
                     raise NodeError(f"no scheduler has set the bus up within {timeout_s:.0f} s") from None
             await asyncio.sleep(0.1)
@@ -149,7 +141,7 @@ class Bus:
     # --- publish ---------------------------------------------------------------------------------------------------
 
     async def publish(self, message: m.Message) -> bool:
-        """Publish one message; on a stream, wait until it is stored.
+        """Publish one message; on a stream, wait until it is stored, elsewhere lose it rather than wait.
 
         Returns:
             False when the stream refused it as the second message on a subject that takes one.
@@ -157,39 +149,40 @@ class Bus:
         route = subjects.ROUTES[type(message)]
         subject, payload = subjects.subject_of(message), m.encode(message)
         if route.stream is None:
-            await self._client.publish(subject, payload)
+            await _say(self.client.publish(subject, payload))
             return True
-        try:
-            await self._js.publish(subject, payload, headers=_headers(message))
-        except APIError as error:
-            if "maximum messages per subject" in (error.description or ""):
-                return False
-            raise JigsawError(f"the bus refused {type(message).__name__}: {error.description}") from error
-        return True
+        stream, tried = route.stream, False
+
+        async def attempt() -> bool:
+            nonlocal tried
+            again, tried = tried, True
+            try:
+                await self._js.publish(subject, payload, headers=_headers(message))
+            except APIError as error:
+                if "maximum messages per subject" in (error.description or ""):
+                    # An earlier attempt may have been the first message there, and only its answer lost.
+                    return again and (await self._js.get_last_msg(stream, subject)).data == payload
+                if isinstance(error, ServiceUnavailableError):
+                    raise
+                raise JigsawError(f"the bus refused {type(message).__name__}: {error.description}") from error
+            return True
+
+        return await self.ask(attempt)
 
     async def publish_all(self, batch: Sequence[m.Message]) -> None:
-        """Publish many messages on streams, acknowledged together: one round trip, not one each.
-
-        Raises:
-            JigsawError: the bus doesn't confirm them.
-        """
-        for _ in range(PUBLISH_TRIES):
-            try:
-                await asyncio.wait_for(self._publish_once(batch), PUBLISH_S)
-                return
-            except (
-                TimeoutError,
-                NatsError,
-            ) as error:  # a reconnect forgets acknowledgements: ask again, repeats are dropped
-                self._log.warning("publish_unconfirmed", messages=len(batch), error=str(error) or type(error).__name__)
-        raise JigsawError(f"the bus didn't confirm {len(batch)} messages in {PUBLISH_TRIES * PUBLISH_S:.0f} s")
+        """Publish many messages on streams, acknowledged together: one round trip, not one each."""
+        await self.ask(lambda: asyncio.wait_for(self._publish_once(batch), ANSWER_S))
 
     async def _publish_once(self, batch: Sequence[m.Message]) -> None:
-        acks = [
-            await self._js.publish_async(subjects.subject_of(message), m.encode(message), headers=_headers(message))
-            for message in batch
-        ]
-        await asyncio.gather(*acks)
+        acks: list[asyncio.Future[PubAck]] = []
+        try:
+            for message in batch:
+                data, headers = m.encode(message), _headers(message)
+                acks.append(await self._js.publish_async(subjects.subject_of(message), data, headers=headers))
+            await asyncio.gather(*acks)
+        finally:
+            for ack in acks:  # one that never comes would take up room in the client's window for ever
+                ack.cancel()
 
     # --- consume ---------------------------------------------------------------------------------------------------
 
@@ -199,22 +192,23 @@ class Bus:
 
     async def ensure_job_queue(self, name: str) -> None:
         """The consumer for everything on the jobs stream."""
-        await self._ensure(m.SubmitJob, name, "jobs.>")
+        await self._ensure(m.SubmitJob, name, subjects.ALL_JOBS)
 
     async def _ensure(self, kind: type[m.Message], name: str, subject: str) -> None:
         config = ConsumerConfig(durable_name=name, filter_subject=subject, ack_wait=ACK_WAIT_S, max_ack_pending=10_000)
-        await self._js.add_consumer(_stream_of(kind), config)
+        await self.ask(lambda: self._js.add_consumer(_stream_of(kind), config))
 
     async def drop_consumer(self, kind: type[m.Message], name: str) -> None:
         """Delete a durable consumer; one that is gone already is fine."""
         try:
-            await self._js.delete_consumer(_stream_of(kind), name)
+            await self.ask(lambda: self._js.delete_consumer(_stream_of(kind), name))
         except NotFoundError:
             self._log.debug("consumer_already_gone", consumer=name)
 
     async def purge(self, kind: type[m.Message], **known: str) -> None:
         """Drop what is left of a message type on its stream."""
-        await self._js.purge_stream(_stream_of(kind), subject=subjects.subscription(kind, **known))
+        stream, subject = _stream_of(kind), subjects.subscription(kind, **known)
+        await self.ask(lambda: self._js.purge_stream(stream, subject=subject))
 
     async def pull(self, kind: type[m.Message], name: str) -> "Puller":
         """Bind to a durable consumer.
@@ -222,12 +216,13 @@ class Bus:
         Raises:
             QueueGone: it doesn't exist: the scheduler creates it, and deletes a job's when the job has ended.
         """
-        await self.require_consumer(_stream_of(kind), name)  # binding alone doesn't ask whether it is there
-        subscription = await self._js.pull_subscribe_bind(consumer=name, stream=_stream_of(kind))
-        return Puller(self, subscription, stream=_stream_of(kind), name=name)
+        stream = _stream_of(kind)
+        await self.ask(lambda: self.require_consumer(stream, name))  # binding alone doesn't ask whether it is there
+        subscription = await self.ask(lambda: self._js.pull_subscribe_bind(consumer=name, stream=stream))
+        return Puller(self, subscription, stream=stream, name=name)
 
     async def require_consumer(self, stream: str, name: str) -> None:
-        """Ask the server whether a durable consumer exists.
+        """Ask the server once whether a durable consumer exists.
 
         Raises:
             QueueGone: it doesn't.
@@ -243,12 +238,16 @@ class Bus:
             sender=self._instance, subject=msg.subject, reason=reason, payload=msg.data, died_at=time.time()
         )
         await self.publish(letter)
-        await msg.term()
+        await _say(msg.term())
         self._log.error("dead_letter", subject=msg.subject, reason=reason)
+
+    async def replay(self, letter: m.DeadLetter) -> None:
+        """Publish what a dead letter holds where it was published before."""
+        await self.ask(lambda: self._js.publish(letter.subject, letter.payload))
 
     async def telemetry(self) -> AsyncIterator[m.AnyMessage]:
         """Everything on the telemetry subjects from now on; what can't be decoded is skipped with a warning."""
-        subscription = await self._client.subscribe("telemetry.>", pending_msgs_limit=65536)
+        subscription = await self.client.subscribe(subjects.ALL_TELEMETRY, pending_msgs_limit=65536)
         try:
             async for msg in subscription.messages:
                 try:
@@ -260,43 +259,55 @@ class Bus:
 
     async def history(self, kind: type[M], **known: str) -> list[M]:
         """What a limits stream holds of a message type, oldest first."""
-        subject = subjects.subscription(kind, **known)
-        subscription = await self._js.pull_subscribe(
-            subject, stream=_stream_of(kind), config=ConsumerConfig(ack_policy=None)
-        )
-        found: list[M] = []
-        info = await subscription.consumer_info()
-        remaining = info.num_pending or 0
-        while remaining > 0:
-            for msg in await subscription.fetch(min(remaining, 256), timeout=5):
-                await msg.ack()
-                remaining -= 1
-                message = m.decode(msg.data)
-                if isinstance(message, kind):
-                    found.append(message)
-        await subscription.unsubscribe()
-        return found
+        stream, subject = _stream_of(kind), subjects.subscription(kind, **known)
+        messages = (m.decode(data) for data in await self.ask(lambda: self._contents(stream, subject)))
+        return [message for message in messages if isinstance(message, kind)]
+
+    async def _contents(self, stream: str, subject: str) -> list[bytes]:
+        """The payloads that a stream holds on a subject, oldest first."""
+        subscription = await self._js.pull_subscribe(subject, stream=stream, config=ConsumerConfig(ack_policy=None))
+        try:
+            found: list[bytes] = []
+            info = await subscription.consumer_info()
+            while (remaining := (info.num_pending or 0) - len(found)) > 0:
+                for msg in await subscription.fetch(min(remaining, 256), timeout=5):
+                    await _say(msg.ack())
+                    found.append(msg.data)
+            return found
+        finally:
+            await _say(subscription.unsubscribe())
 
     # --- state -----------------------------------------------------------------------------------------------------
 
     async def table(self, kind: type[M]) -> "Table[M]":
         """The KV table of one kind of state."""
         bucket = subjects.BUCKETS[kind]
-        return Table(self._js, await self._js.key_value(bucket), bucket=bucket, kind=kind, log=self._log)
+        values = await self.ask(lambda: self._js.key_value(bucket))
+        return Table(self._connection, values, bucket=bucket, kind=kind)
 
     # --- request and reply -----------------------------------------------------------------------------------------
 
-    async def request(self, instance: str, command: str, *, timeout_s: float = 5.0) -> str:
-        """Call an endpoint of an instance; returns its answer.
+    async def request(self, instance: str, request: m.Message, *, timeout_s: float = 5.0) -> m.Answer:
+        """Ask one instance for something, and wait for its answer. A call that the server's absence swallowed is repeated.
 
         Raises:
-            NodeError: nobody answers.
+            NodeError: the server is there, but nobody answers, or it refuses.
         """
-        try:
-            reply = await self._client.request(subjects.control_subject(instance, command), b"", timeout=timeout_s)
-        except NatsError as error:
-            raise NodeError(f"{instance} doesn't answer {command!r}: {error or type(error).__name__}") from None
-        return reply.data.decode()
+        subject, asked = subjects.request_subject(instance, type(request)), subjects.REQUESTS[type(request)]
+
+        async def attempt() -> m.AnyMessage:
+            try:
+                reply = await self.client.request(subject, m.encode(request), timeout=timeout_s)
+            except (NoRespondersError, NatsTimeoutError) as error:
+                raise NodeError(f"{instance} doesn't answer {asked!r}: {error}") from None
+            return m.decode(reply.data)
+
+        answer = await self.ask(attempt)
+        if not isinstance(answer, m.Answer):
+            raise NodeError(f"{instance} answers {asked!r} with {type(answer).__name__}")
+        if answer.refused:
+            raise NodeError(f"{instance} refuses {asked!r}: {answer.refused}")
+        return answer
 
 
 class Puller:
@@ -311,14 +322,7 @@ class Puller:
         Raises:
             QueueGone: the consumer was deleted.
         """
-        try:
-            msgs = await self._subscription.fetch(count, timeout=wait_s)
-        except TimeoutError:  # nats-py raises its own or the built-in one; its own is a kind of the built-in
-            return []
-        except ServiceUnavailableError:  # nobody serves the consumer: it is gone, or the server isn't ready
-            await self._bus.require_consumer(self._stream, self._name)
-            await asyncio.sleep(NOT_READY_S)
-            return []
+        msgs = await self._bus.ask(lambda: self._fetch(count, wait_s))
         deliveries = []
         for msg in msgs:
             try:
@@ -327,12 +331,25 @@ class Puller:
                 await self._bus.bury(msg, str(error))
         return deliveries
 
+    async def _fetch(self, count: int, wait_s: float) -> list[Msg]:
+        try:
+            return await self._subscription.fetch(count, timeout=wait_s)
+        except TimeoutError:  # nats-py raises its own or the built-in one; its own is a kind of the built-in
+            return []
+        except ServiceUnavailableError:  # nobody serves the consumer: it is gone, or the server isn't ready
+            await self._bus.require_consumer(self._stream, self._name)
+            raise
+
     async def close(self) -> None:
         """Stop pulling; what was fetched and not acknowledged is delivered again."""
-        try:
+        with contextlib.suppress(NatsError):
             await self._subscription.unsubscribe()
-        except NatsError:
-            return
+
+
+async def _say(word: Awaitable[None]) -> None:
+    """Say something that nobody answers; while the server is away, it is lost."""
+    with contextlib.suppress(OutboundBufferLimitError, ConnectionClosedError):
+        await word
 
 
 def _stream_of(kind: type[m.Message]) -> str:

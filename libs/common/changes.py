@@ -16,6 +16,10 @@ class Changes:
         event, self._event = self._event, anyio.Event()
         event.set()
 
+    async def next(self) -> None:
+        """Wait for the next change."""
+        await self._event.wait()
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds; at once if it does."""
         while not condition():

@@ -51,6 +51,10 @@ class NodeError(JigsawError):
     """The node can't start, isn't running, or lacks something that it needs."""
 
 
+class Unreachable(JigsawError):
+    """Bus or store have been away for longer than patience: a trouble of the infrastructure, never of a job or a sample."""
+
+
 class MessageError(JigsawError):
     """A message off the wire that this version can't decode."""
 
@@ -61,6 +65,10 @@ class QueueGone(JigsawError):
 
 class StaleEpochError(JigsawError):
     """A write refused by the store: someone with a newer fencing epoch owns the record."""
+
+
+class TokensLost(StaleEpochError):
+    """Tokens that don't follow what the store has: it lost some in a crash, and its owner can't go on from what it knows."""
 
 
 class TransitionError(JigsawError):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import anyio
 
 from libs.common.errors import StaleEpochError
-from libs.common.store import TrajectoryStore, Write
+from libs.common.store import TrajectoryStore
+from libs.common.trajectory import Write
 
 Answer = int | str | StaleEpochError
 

@@ -4,6 +4,7 @@ This is the one place where a setting, its default and its bounds are decided.
 """
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -13,14 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from libs.common.errors import JobFileError
+from libs.common.replay import ReplayedRollout, ReplayedTraining
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-JobName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
-FunctionPath = Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+JobName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")]
+FunctionPath = Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?\Z")]
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,21 +86,21 @@ class RolloutSection(_Section, frozen=True, kw_only=True):
         stop: strings that end a turn besides the model's own end-of-sequence tokens.
         checkpoint_tokens, checkpoint_ms: new tokens are stored at the latest after so many tokens or milliseconds.
         lease_s: how long a claimed trajectory stays claimed without renewal.
-        max_attempts: claims of one sample before it ends as failed.
+        max_attempts: failures of one sample (environment, tool) before it ends as failed.
         deadline_s: wall-clock limit of one trajectory once it is claimed.
         max_running: sequences of this job in one engine's batch.
         kv_memory_mb: KV cache of one engine; less if its allocation has less.
         compile: ``torch.compile`` in the engine: faster decode, a minute more to start.
         engine: ``vllm``, or ``replay`` to play drawn lengths without a model (tests and benchmarks).
-        engine_args: settings of the replay engine.
+        engine_args: settings of the replay, see :mod:`libs.common.replay`.
     """
 
-    batch: Count = 16
-    group: Annotated[int, Meta(ge=2)] = 4
+    batch: Annotated[int, Meta(ge=1, le=65536)] = 16
+    group: Annotated[int, Meta(ge=2, le=1024)] = 4
     max_new_tokens: Count = 256
     max_turns: Count = 1
     temperature: NonNegative = 1.0
-    stop: list[str] = []
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
     checkpoint_tokens: Count = 32
     checkpoint_ms: Count = 500
     lease_s: Positive = 5.0
@@ -108,7 +110,7 @@ class RolloutSection(_Section, frozen=True, kw_only=True):
     kv_memory_mb: Count = 512
     compile: bool = False
     engine: Literal["vllm", "replay"] = "vllm"
-    engine_args: dict[str, Any] = {}
+    engine_args: ReplayedRollout = ReplayedRollout()
 
 
 class EnvironmentSection(_Section, frozen=True, kw_only=True):
@@ -164,15 +166,17 @@ class TrainSection(_Section, frozen=True, kw_only=True):
         checkpoint_every: steps between checkpoints; the last step always makes one.
         keep_last, keep_best: checkpoints kept by age and by evaluation reward (training reward without ``eval``).
         log_samples: completions logged as text per step.
+        engine: ``torch``, or ``replay`` to let training take its time and change nothing (tests and benchmarks).
+        engine_args: settings of the replay, see :mod:`libs.common.replay`.
     """
 
     steps: Count = 100
-    learning_rate: Positive = 1e-6
+    learning_rate: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     warmup_steps: Natural = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: NonNegative = 0.0
-    beta1: Share = 0.9
-    beta2: Share = 0.999
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
     micro_batch_tokens: Count = 2048
@@ -182,6 +186,8 @@ class TrainSection(_Section, frozen=True, kw_only=True):
     keep_last: Count = 1
     keep_best: Natural = 1
     log_samples: Natural = 4
+    engine: Literal["torch", "replay"] = "torch"
+    engine_args: ReplayedTraining = ReplayedTraining()
 
 
 class EvalSection(_Section, frozen=True, kw_only=True):
@@ -204,12 +210,11 @@ class ScheduleSection(_Section, frozen=True, kw_only=True):
     """How the job shares the hardware.
 
     Attributes:
-        priority: higher goes first. weight: share among equals.
+        priority: higher goes first.
         mode: ``sync`` trains each batch on its own policy version.
     """
 
     priority: int = 0
-    weight: Positive = 1.0
     mode: Literal["sync"] = "sync"
 
 
@@ -243,7 +248,7 @@ def load_job(path: Path) -> Job:
     """
     file = str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError:
         raise JobFileError(file=file, key="", expected="no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -266,6 +271,8 @@ def job_from(raw: Any, *, file: str) -> Job:
     except msgspec.ValidationError as error:
         key, expected = _explain(str(error))
         raise JobFileError(file=file, key=key, expected=expected) from None
+    except OverflowError:
+        raise JobFileError(file=file, key="", expected="has an integer that is too large for anything here") from None
     _check(job, file)
     return job
 
@@ -287,6 +294,10 @@ def _check(job: Job, file: str) -> None:
     def refuse(key: str, expected: str) -> None:
         raise JobFileError(file=file, key=key, expected=expected)
 
+    for name, section in (("algorithm", job.algorithm), ("train", job.train), ("rollout", job.rollout)):
+        for key in section.__struct_fields__:
+            if isinstance(value := getattr(section, key), float) and not math.isfinite(value):
+                refuse(f"{name}.{key}", f"a finite number is expected, not {value}")
     sections = {"data": job.data} | ({"eval.data": job.eval.data} if job.eval else {})
     for key, data in sections.items():
         if sum(source is not None for source in (data.path, data.dataset, data.task)) != 1:
@@ -301,6 +312,10 @@ def _check(job: Job, file: str) -> None:
         refuse("rollout.temperature", "must be above 0: greedy samples of a group are all alike, and nothing can be learned")
     if job.environment.name == "single_turn" and job.rollout.max_turns != 1:
         refuse("rollout.max_turns", "the single_turn environment has exactly 1 turn")
+    if job.rollout.engine != "replay" and job.rollout.engine_args != ReplayedRollout():
+        refuse("rollout.engine_args", 'only engine = "replay" has settings')
+    if job.train.engine != "replay" and job.train.engine_args != ReplayedTraining():
+        refuse("train.engine_args", 'only engine = "replay" has settings')
 
 
 def _anchored(job: Job, folder: Path) -> Job:

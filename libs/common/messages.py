@@ -203,6 +203,49 @@ class TrainerWindow(Message, frozen=True, kw_only=True):
     revision: int
 
 
+# --- requests to one instance, and their answers -----------------------------------------------------------------------
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """Are you there?"""
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Give back everything and take no more work; ``undo`` ends that."""
+
+    undo: bool = False
+
+
+class ReleaseTrajectories(Message, frozen=True, kw_only=True):
+    """Let go of ``count`` running trajectories of a job, to the instance ``target`` ("": to any that wants them)."""
+
+    job_uid: str
+    target: str
+    count: int
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """A trajectory that was handed over, and the epoch that its new owner writes with."""
+
+    group: int
+    sample: int
+    epoch: int
+
+
+class AdoptTrajectories(Message, frozen=True, kw_only=True):
+    """These trajectories are yours, if you say so before their leases run out."""
+
+    job_uid: str
+    offers: list[Offer]
+
+
+class Answer(Message, frozen=True, kw_only=True):
+    """What became of a request: how many trajectories it concerned, or why it can't be."""
+
+    count: int = 0
+    refused: str = ""
+
+
 # --- current state, in KV --------------------------------------------------------------------------------------------
 
 
@@ -243,6 +286,16 @@ class Allocation(Message, frozen=True, kw_only=True):
     revision: int
 
 
+class Leadership(Message, frozen=True, kw_only=True):
+    """Which scheduler leads, its sender. Renewed by compare-and-set only; ``held`` is false once it has let go.
+
+    Every take-over has a higher term than all before it.
+    """
+
+    term: int
+    held: bool = True
+
+
 class PolicyPublished(Message, frozen=True, kw_only=True):
     """The current policy of a job; the pointer moves by compare-and-set only. ``digest`` is the manifest's sha256."""
 
@@ -279,7 +332,7 @@ class JobProgress(Message, frozen=True, kw_only=True):
 
     Attributes:
         step: of the current step, 0-based; ``steps`` in all. settled, expected: trajectories of this step.
-        history: of all finished steps. artifacts: where model, log and checkpoints lie.
+        history: of all finished steps, abridged. artifacts: where model, log and checkpoints lie.
     """
 
     job_uid: str
@@ -301,12 +354,18 @@ AnyMessage = (
     | TrajectoryFinished
     | TrajectorySettled
     | DeadLetter
+    | Ping
+    | Drain
+    | ReleaseTrajectories
+    | AdoptTrajectories
+    | Answer
     | Decision
     | SubStageEntered
     | RolloutWindow
     | TrainerWindow
     | Worker
     | Allocation
+    | Leadership
     | PolicyPublished
     | JobRecord
     | JobProgress

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -28,6 +29,7 @@ from libs.common import manifest
 from libs.common.errors import JigsawError, ModelError
 
 HUB_TIMEOUT_S = 5.0
+GGUF_MAGIC = b"GGUF"
 CONVERT_TIMEOUT_S = 900.0
 
 Note = Callable[[str], None]
@@ -93,7 +95,13 @@ def check_model(path: str) -> None:
     Raises:
         ModelError: there is no such model, or its existence can't be found out.
     """
-    if find_model(path) or path in WHEELS or (path.endswith(".gguf") and Path(path).expanduser().is_file()):
+    if find_model(path) or path in WHEELS:
+        return
+    local = Path(path).expanduser()
+    if path.endswith(".gguf") and local.is_file():
+        with local.open("rb") as file:
+            if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+                raise ModelError(f"{path} is not a GGUF file")
         return
     if not _HUB_ID.fullmatch(path):
         raise ModelError(_nothing_there(path))
@@ -162,9 +170,31 @@ def parameter_count(directory: Path) -> int:
     return count
 
 
+def kv_bytes_per_token(directory: Path, dtype: Literal["bfloat16", "float32"]) -> int | None:
+    """KV cache of one token, over all layers, in bytes; None if ``config.json`` doesn't have what it takes to know."""
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=_Shape)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head = config.head_dim or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head * (2 if dtype == "bfloat16" else 4)
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """What decides the size of a KV cache, as ``config.json`` calls it."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+
 def _nothing_there(path: str) -> str:
     if path.endswith(".gguf") or path.startswith((".", "/", "~")):
-        return f"{path}: no such model file or directory"
+        is_there = Path(path).expanduser().exists()
+        return f"{path}: neither a directory nor a .gguf file" if is_there else f"{path}: no such model file or directory"
     return f"{path!r} is neither a directory, nor a .gguf file, nor a hub id like owner/name"
 
 

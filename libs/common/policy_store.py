@@ -5,7 +5,8 @@ published never changes.
 """
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -47,8 +48,9 @@ class PolicyStore:
         folder = self._folder(job_uid, version)
         manifest.complete(folder, durable=False)
         if self._local is None:
-            filesystem, path = fsspec.core.url_to_fs(self.url(job_uid, version))
-            filesystem.put(f"{folder}/", f"{path}/", recursive=True)
+            with _elsewhere(self._url):
+                filesystem, path = fsspec.core.url_to_fs(self.url(job_uid, version))
+                filesystem.put(f"{folder}/", f"{path}/", recursive=True)
         return manifest.digest(folder)
 
     def url(self, job_uid: str, version: PolicyVersion) -> str:
@@ -63,11 +65,12 @@ class PolicyStore:
         """
         folder = self._folder(job_uid, version)
         if self._local is None and not folder.exists():
-            filesystem, path = fsspec.core.url_to_fs(self.url(job_uid, version))
-            if not filesystem.exists(f"{path}/{manifest.MANIFEST}"):
-                raise JigsawError(f"policy {version} of {job_uid} isn't at {self._url}")
             partial = manifest.prepare(folder)
-            filesystem.get(f"{path}/", f"{partial}/", recursive=True)
+            with _elsewhere(self._url):
+                filesystem, path = fsspec.core.url_to_fs(self.url(job_uid, version))
+                if not filesystem.exists(f"{path}/{manifest.MANIFEST}"):
+                    raise JigsawError(f"policy {version} of {job_uid} isn't at {self._url}")
+                filesystem.get(f"{path}/", f"{partial}/", recursive=True)
             (partial / manifest.MANIFEST).unlink()  # made anew from what has arrived: its digest tells whether all is well
             manifest.complete(folder, durable=False)
         manifest.verify(folder, contents=False)
@@ -75,31 +78,56 @@ class PolicyStore:
             raise JigsawError(f"policy {version} of {job_uid} is not the one that was published")
         return folder
 
-    def prune(self, job_uid: str, *, keep: Collection[PolicyVersion]) -> None:
-        """Delete all versions of a job but these, here and where they lie."""
-        self.prune_mirror(job_uid, keep=keep)
-        if self._local is not None:
-            return
-        filesystem, path = fsspec.core.url_to_fs(f"{self._url}/{job_uid}")
-        kept = {str(version) for version in keep}
-        for folder in filesystem.ls(path, detail=False) if filesystem.exists(path) else []:
-            if folder.rstrip("/").rsplit("/", 1)[-1] not in kept:
-                filesystem.rm(folder, recursive=True)
+    def prune(self, job_uid: str, *, before: PolicyVersion) -> None:
+        """Delete a job's versions older than one, here and where they lie. Newer ones may be a successor's."""
+        self.prune_mirror(job_uid, before=before)
+        if self._local is None:
+            with _elsewhere(self._url):
+                filesystem, path = fsspec.core.url_to_fs(f"{self._url}/{job_uid}")
+                for folder in filesystem.ls(path, detail=False) if filesystem.exists(path) else []:
+                    if _is_older(folder.rstrip("/").rsplit("/", 1)[-1], before):
+                        filesystem.rm(folder, recursive=True)
 
-    def prune_mirror(self, job_uid: str, *, keep: Collection[PolicyVersion]) -> None:
-        """Delete this machine's copies of all versions of a job but these; without any to keep, the job's whole folder."""
-        if not keep:
-            shutil.rmtree(self._mirror / job_uid, ignore_errors=True)
-            return
-        kept = {str(version) for version in keep}
+    def prune_copies(self, job_uid: str, *, before: PolicyVersion) -> None:
+        """Delete this machine's copies of older versions that lie elsewhere; ones that lie here are their trainer's."""
+        if self._local is None:
+            self.prune_mirror(job_uid, before=before)
+
+    def prune_mirror(self, job_uid: str, *, before: PolicyVersion) -> None:
+        """Delete what this machine has of versions older than one."""
         for folder in (self._mirror / job_uid).glob("[0-9]*"):
-            if folder.name not in kept:
+            if _is_older(folder.name, before):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def prune_copies(self, job_uid: str, *, keep: Collection[PolicyVersion]) -> None:
-        """Delete this machine's copies of versions that lie elsewhere; ones that lie here are their trainer's to delete."""
+    def forget(self, job_uid: str) -> None:
+        """Delete all versions of a job, here and where they lie."""
+        shutil.rmtree(self._mirror / job_uid, ignore_errors=True)
         if self._local is None:
-            self.prune_mirror(job_uid, keep=keep)
+            with _elsewhere(self._url):
+                filesystem, path = fsspec.core.url_to_fs(f"{self._url}/{job_uid}")
+                if filesystem.exists(path):
+                    filesystem.rm(path, recursive=True)
+
+    def forget_copies(self, job_uid: str) -> None:
+        """Delete this machine's copies of a job's versions that lie elsewhere."""
+        if self._local is None:
+            shutil.rmtree(self._mirror / job_uid, ignore_errors=True)
 
     def _folder(self, job_uid: str, version: PolicyVersion) -> Path:
         return self._mirror / job_uid / str(version)
+
+
+def _is_older(name: str, than: PolicyVersion) -> bool:
+    version = PolicyVersion.parse(name)
+    return version is not None and version.age < than.age
+
+
+@contextmanager
+def _elsewhere(url: str) -> Iterator[None]:
+    """The boundary to a foreign file system: whatever its library raises means that it can't be reached or written."""
+    try:
+        yield
+    except JigsawError:
+        raise
+    except Exception as error:
+        raise JigsawError(f"{url}: {type(error).__name__}: {error}") from error

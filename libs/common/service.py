@@ -6,8 +6,6 @@ restarts it, and everything that matters is in the store and on the bus.
 """
 
 import argparse
-import contextlib
-import importlib.metadata
 import os
 import signal
 import socket
@@ -18,24 +16,17 @@ from pathlib import Path
 
 import anyio
 import msgspec
-from nats.errors import Error as NatsError
-from nats.micro import add_service
-from nats.micro.request import Request
 from structlog.typing import FilteringBoundLogger
 
-from libs.common import subjects
 from libs.common.bus import Bus
+from libs.common.endpoints import Endpoints
 from libs.common.errors import JigsawError
 from libs.common.logging import configure
-from libs.common.messages import Worker
 from libs.common.settings import Addresses, NodeSettings, load_settings
 from libs.common.store import TrajectoryStore
 
 DRAIN_S = 20.0
-HEARTBEAT_S = 2.0
 SET_UP_PATIENCE_S = 60.0
-
-Handler = Callable[[], Awaitable[str]]
 
 
 class Context(msgspec.Struct):
@@ -46,20 +37,20 @@ class Context(msgspec.Struct):
     bus: Bus
     store: TrajectoryStore
     log: FilteringBoundLogger
+    endpoints: Endpoints
     stopping: anyio.Event
 
 
 Body = Callable[[Context], Awaitable[None]]
 
 
-def run_service(role: str, body: Body, *, sets_up_bus: bool = False, endpoints: dict[str, Handler] | None = None) -> None:
+def run_service(role: str, body: Body, *, sets_up_bus: bool = False) -> None:
     """Entry point of a service process; ends it with exit code 0, or 1 after one clear line.
 
     Args:
         role: name of the service in the registry and of its instances by default.
         body: the service.
         sets_up_bus: whether this service creates streams and buckets (the scheduler) instead of waiting for them.
-        endpoints: request-reply commands, answered under this instance's control subjects.
     """
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"JigsawRL {role} service")
     parser.add_argument("--settings", type=Path, required=True, help="the node's settings file (TOML)")
@@ -69,7 +60,7 @@ def run_service(role: str, body: Body, *, sets_up_bus: bool = False, endpoints: 
     try:
         settings = load_settings(arguments.settings)
         log = configure(instance=arguments.instance, level=settings.log_level)
-        shell = _Shell(role, body, arguments.instance, settings, log, sets_up_bus, endpoints or {})
+        shell = _Shell(role, body, arguments.instance, settings, log, sets_up_bus)
         anyio.run(_serve, shell)
     except* JigsawError as group:
         for error in _leaves(group):
@@ -86,7 +77,6 @@ class _Shell(msgspec.Struct, frozen=True):
     settings: NodeSettings
     log: FilteringBoundLogger
     sets_up_bus: bool
-    endpoints: dict[str, Handler]
 
 
 async def _serve(shell: _Shell) -> None:
@@ -100,8 +90,8 @@ async def _serve(shell: _Shell) -> None:
                 await bus.set_up()
             else:
                 await bus.wait_until_set_up(SET_UP_PATIENCE_S)
-            await _register(bus, shell.role, shell.instance, shell.endpoints)
-            context = Context(shell.instance, shell.settings, bus, store, shell.log, anyio.Event())
+            endpoints = await Endpoints.register(bus, shell.role, instance=shell.instance, log=shell.log)
+            context = Context(shell.instance, shell.settings, bus, store, shell.log, endpoints, anyio.Event())
             shell.log.info("service_started", role=shell.role)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_stop_on_signal, context, tasks.cancel_scope)
@@ -125,50 +115,6 @@ async def _stop_on_signal(context: Context, scope: anyio.CancelScope) -> None:
             await anext(waiting)
         context.log.warning("drain_cut_short")
         scope.cancel()
-
-
-async def _register(bus: Bus, role: str, instance: str, endpoints: dict[str, Handler]) -> None:
-    """Make the instance visible to the ecosystem's own tools, with its commands as endpoints."""
-    service = await add_service(
-        bus.client,
-        name=f"jigsaw-{role}",
-        version=importlib.metadata.version("jigsawrl"),
-        description=f"JigsawRL {role}",
-        metadata={"instance": instance},
-    )
-    for command, handler in {"ping": _pong, **endpoints}.items():
-        await service.add_endpoint(
-            name=command, subject=subjects.control_subject(instance, command), handler=_reply(handler)
-        )
-
-
-async def _pong() -> str:
-    return "pong"
-
-
-def _reply(handler: Handler) -> Callable[[Request], Awaitable[None]]:
-    async def answer(request: Request) -> None:
-        try:
-            await request.respond((await handler()).encode())
-        except JigsawError as error:
-            await request.respond_error(code="500", description=str(error))
-
-    return answer
-
-
-async def heartbeat(context: Context, describe: Callable[[], Worker]) -> None:
-    """Keep this worker's presence fresh until cancelled; then say that it is gone."""
-    table = await context.bus.table(Worker)
-    try:
-        while True:
-            try:
-                await table.put(context.instance, describe())
-            except NatsError as error:  # the bus is away for a moment; what the service does goes on without it
-                context.log.warning("heartbeat_missed", error=str(error) or type(error).__name__)
-            await anyio.sleep(HEARTBEAT_S)
-    finally:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(1.0), contextlib.suppress(NatsError):
-            await table.delete(context.instance)
 
 
 def now() -> float:

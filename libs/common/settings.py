@@ -40,29 +40,42 @@ class RolloutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         unload_after_s: a job's engine that has been paused for so long is unloaded; its next units load it again.
     """
 
-    instances: Count
+    instances: Annotated[int, Meta(ge=1, le=256)]
     max_units: Count = 1
     unload_after_s: Annotated[float, Meta(gt=0)] = 300.0
 
 
 class RewardSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scoring on this node.
-
-    Attributes:
-        workers: processes that run scorers.
-        allow: user functions that jobs may name, as ``package.module:function`` or ``package.*``.
-        plugins: folders that user packages are imported from.
-    """
+    """Scoring on this node: how many processes run each job's scorer."""
 
     workers: Count = 1
+
+
+class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Users' own reward functions and environments on this node.
+
+    Attributes:
+        allow: what jobs may name, as ``package.module:function`` or ``package.*``.
+        folders: where user packages are imported from.
+    """
+
     allow: list[str] = []
-    plugins: list[str] = []
+    folders: list[str] = []
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scheduling on this node: the policy by name."""
+    """Scheduling on this node.
+
+    Attributes:
+        policy: by name.
+        instances: schedulers, of which one leads and the others stand by.
+        lease_s: how long the leader leads without renewing it; a standby takes over that long after the leader's death.
+            A leader that can't reach the bus for that long gives up.
+    """
 
     policy: Literal["sequential", "static-split"] = "sequential"
+    instances: Count = 1
+    lease_s: Annotated[float, Meta(gt=0)] = 5.0
 
 
 class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -78,6 +91,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device: DeviceSettings
     rollout: RolloutSettings
     reward: RewardSettings = RewardSettings()
+    plugins: PluginSettings = PluginSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     policy_url: str | None = None
     worker_lost_s: Annotated[float, Meta(gt=0)] = 10.0

@@ -1,175 +1,74 @@
 """The trajectory store: the truth about every trajectory, in Redis or Valkey.
 
 The rules (who may write, in which state, after which token) live in ``trajectories.lua`` inside the server; this module
-speaks them. Everything is batched: one call is one pipelined round trip however many trajectories it carries. Keys of a
-job share a hash tag, so that they stay together on a cluster::
+speaks them. Everything is safe to repeat, and is repeated while the server is away: :mod:`libs.common.store_connection`.
+Everything is batched: one call is one pipelined round trip however many trajectories it carries. Keys of a job share a hash
+tag, so that they stay together on a cluster::
 
     jigsaw:{job_uid}:records                 set of members "group.sample"
     jigsaw:{job_uid}:hold                    hash: owner, incarnation of the job's trainer
-    jigsaw:{job_uid}:group.sample            hash: spec, state, epoch, owner, expires, attempts, text, reward, reason, ...
-    jigsaw:{job_uid}:group.sample:tokens     string: libs.common.tokens.TOKEN records, appended
+    jigsaw:{job_uid}:group.sample            hash: the record, see below
+    jigsaw:{job_uid}:group.sample:tokens     string: libs.common.tokens.TOKEN records, appended; none until the first
+
+The fields of a record; times are milliseconds of the server's clock, counts are decimal numbers::
+
+    spec             msgpack of TrajectorySpec; never changes
+    max_failures     the spec's max_attempts. prompt_tokens: length of its prompt_ids; both for the server's rules
+    state            pending | running | finished | scored | failed
+    epoch            fencing epoch: grows with every claim, transfer and giving back; what a worker writes must name it
+    owner, expires   of the last lease; a running record whose lease has run out may be claimed
+    not_before       a pending record isn't given before this time
+    claims           claims given
+    failures         attempts that failed in an ordinary way; max_failures of them fail the record
+    deaths           times that its worker, or the worker's engine, died under it; from 2 on it has to run alone
+    lonely           1 once it runs alone in this claim
+    lonely_deaths    deaths alone that came before a single new token; 2 fail the record
+    base             tokens at the claim or adoption; 0 after a restart
+    resumes          claims that found tokens. moves: transfers
+    recomputed       prompt and response tokens whose KV resumes and moves had to compute again
+    error            of the last failure or death
+    stop_reason, text, turns     of a finished one
+    reward, reason               of a scored one; reward as repr(float)
 """
 
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Literal, Self
+from uuid import uuid4
 
 import msgspec
 import numpy as np
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from libs.common.errors import JigsawError, StaleEpochError
-from libs.common.tokens import TOKEN, TokenArray, from_bytes
+from libs.common.errors import JigsawError, StaleEpochError, TokensLost, Unreachable
+from libs.common.patience import PATIENCE_S
+from libs.common.store_connection import open_store
+from libs.common.tokens import TOKEN, from_bytes
+from libs.common.trajectory import (
+    Alone,
+    Append,
+    Claim,
+    Die,
+    Fail,
+    Finish,
+    NotClaimed,
+    Offer,
+    Record,
+    Release,
+    Renew,
+    Restart,
+    Score,
+    State,
+    TrajectoryId,
+    TrajectorySpec,
+    Transfer,
+    Write,
+)
 
-TERMINAL = frozenset({"scored", "failed"})
-
-State = Literal["pending", "running", "finished", "scored", "failed"]
-
-
-class TrajectoryId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The identity of a trajectory; a job's groups are numbered once over its whole life."""
-
-    job_uid: str
-    group: int
-    sample: int
-
-    @property
-    def member(self) -> str:
-        """Name within the job."""
-        return f"{self.group}.{self.sample}"
-
-    def __str__(self) -> str:
-        return f"{self.job_uid}/{self.member}"
-
-
-class TrajectorySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trajectory starts from; never changes.
-
-    Attributes:
-        step: of the job that trains (or evaluates) its group. purpose: trained on, or held-out evaluation.
-        prompt: the question as text, for people. prompt_ids: the rendered opening prompt.
-        answer, row: what scorer and environment need. seed: of all randomness in this trajectory.
-        max_new_tokens: sampled tokens over all turns. max_turns: model turns.
-    """
-
-    id: TrajectoryId
-    step: int
-    purpose: Literal["train", "eval"] = "train"
-    prompt: str
-    prompt_ids: list[int]
-    answer: str
-    row: dict[str, Any]
-    seed: int
-    temperature: float
-    max_new_tokens: int
-    max_turns: int
-    max_attempts: int
-
-
-class Claim(msgspec.Struct, frozen=True):
-    """A trajectory that this worker owns until its lease runs out: what to continue, and the epoch to write with."""
-
-    spec: TrajectorySpec
-    epoch: int
-    attempt: int
-    tokens: TokenArray
-
-
-class NotClaimed(msgspec.Struct, frozen=True):
-    """Why a claim wasn't given.
-
-    ``held`` by another, ``later`` (backing off), ``exhausted`` (just failed for good), ``gone``, or the state it is in.
-    """
-
-    why: str
-    wait_ms: int = 0
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory as stored."""
-
-    spec: TrajectorySpec
-    state: State
-    epoch: int
-    attempts: int
-    tokens: TokenArray
-    text: str = ""
-    turns: int = 0
-    stop_reason: str = ""
-    reward: float | None = None
-    reason: str = ""
-    error: str = ""
-    owner: str = ""
-
-
-class Append(msgspec.Struct, frozen=True):
-    """New tokens of a running trajectory, after the ``expected_length`` already stored."""
-
-    id: TrajectoryId
-    epoch: int
-    expected_length: int
-    tokens: TokenArray
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """The last tokens of a trajectory, with its final text: state *finished*."""
-
-    id: TrajectoryId
-    epoch: int
-    expected_length: int
-    tokens: TokenArray
-    stop_reason: str
-    text: str
-    turns: int
-
-
-class Renew(msgspec.Struct, frozen=True):
-    """Keep the lease for another ``ttl_ms``."""
-
-    id: TrajectoryId
-    epoch: int
-    ttl_ms: int
-
-
-class Release(msgspec.Struct, frozen=True):
-    """Give a trajectory back; anyone may claim it, and it doesn't count as an attempt."""
-
-    id: TrajectoryId
-    epoch: int
-
-
-class Restart(msgspec.Struct, frozen=True):
-    """Begin again: what it has so far can't be continued. The claim and its epoch stay."""
-
-    id: TrajectoryId
-    epoch: int
-
-
-class Fail(msgspec.Struct, frozen=True):
-    """An attempt failed. It is tried again after ``backoff_ms`` while attempts remain; None never tries again."""
-
-    id: TrajectoryId
-    epoch: int
-    error: str
-    backoff_ms: int | None
-
-
-class Score(msgspec.Struct, frozen=True):
-    """A score for a finished trajectory; None if it can't be scored, which fails the sample."""
-
-    id: TrajectoryId
-    reward: float | None
-    reason: str
-
-
-Write = Append | Finish | Renew | Release | Restart | Fail | Score
-
-_RECORD_FIELDS = ("spec", "state", "epoch", "attempts", "text", "turns", "stop_reason", "reward", "reason", "error", "owner")
+_TEXTS = ("text", "stop_reason", "reason", "error", "owner")
+_NUMBERS = ("epoch", "turns", "claims", "failures", "deaths", "resumes", "moves", "recomputed")
+_RECORD_FIELDS = ("spec", "state", "reward", *_TEXTS, *_NUMBERS)
 _spec_encoder = msgspec.msgpack.Encoder()
 _spec_decoder = msgspec.msgpack.Decoder(TrajectorySpec)
 
@@ -181,26 +80,21 @@ class TrajectoryStore:
         self._redis = redis
 
     @classmethod
-    async def connect(cls, url: str, *, connections: int = 16) -> Self:
-        """Connect.
+    async def connect(cls, url: str, *, patience_s: float = PATIENCE_S) -> Self:
+        """Connect. From then on everything is repeated until it is answered or patience is over.
+
+        Args:
+            patience_s: how long the server may be away, now and later.
 
         Raises:
-            JigsawError: no server at the url.
+            JigsawError: no server at the url that lets us in.
         """
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=connections,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=6),
-            retry_on_error=[RedisConnectionError, RedisTimeoutError],
-            socket_timeout=10.0,
-            socket_connect_timeout=5.0,
-        )
-        store = cls(Redis(connection_pool=pool))
+        store = cls(open_store(url, patience_s=patience_s))
         try:
             await store.ping()
-        except RedisError as error:
+        except (Unreachable, RedisError) as error:
             await store.close()
-            raise JigsawError(f"the trajectory store at {url} doesn't answer: {error}") from None
+            raise JigsawError(str(error)) from None
         return store
 
     async def close(self) -> None:
@@ -241,15 +135,24 @@ class TrajectoryStore:
         pipe = self._redis.pipeline(transaction=False)
         for spec in specs:
             record, tokens, index = *_keys(spec.id), _index(spec.id.job_uid)
-            fields = ("spec", _spec_encoder.encode(spec), "max_attempts", spec.max_attempts)
-            pipe.fcall("jigsaw_create", 3, record, tokens, index, spec.id.member, *fields)
+            bounds = ("max_failures", spec.max_attempts, "prompt_tokens", len(spec.prompt_ids))
+            pipe.fcall(
+                "jigsaw_create", 3, record, tokens, index, spec.id.member, "spec", _spec_encoder.encode(spec), *bounds
+            )
         return sum(await pipe.execute())
 
     async def claim(self, ids: Sequence[TrajectoryId], *, owner: str, ttl_ms: int) -> list[Claim | NotClaimed]:
-        """Take the leases of trajectories, in order of ``ids``."""
+        """Take the leases of trajectories, in order of ``ids``. A claim whose answer was lost is given again."""
+        pipe, call = self._redis.pipeline(transaction=False), uuid4().hex
+        for index, id in enumerate(ids):
+            pipe.fcall("jigsaw_claim", 2, *_keys(id), owner, ttl_ms, f"{call}.{index}")
+        return [_claimed(reply) for reply in await pipe.execute()]
+
+    async def adopt(self, offers: Sequence[Offer], *, owner: str, ttl_ms: int) -> list[Claim | NotClaimed]:
+        """Take over trajectories that were transferred to ``owner``, in order of ``offers``. Repeating it is safe."""
         pipe = self._redis.pipeline(transaction=False)
-        for id in ids:
-            pipe.fcall("jigsaw_claim", 2, *_keys(id), owner, ttl_ms)
+        for offer in offers:
+            pipe.fcall("jigsaw_adopt", 2, *_keys(offer.id), offer.epoch, owner, ttl_ms)
         return [_claimed(reply) for reply in await pipe.execute()]
 
     async def write(self, writes: Sequence[Write]) -> list["int | str | StaleEpochError"]:
@@ -344,10 +247,16 @@ def _queue(pipe: Any, write: Write) -> None:
             pipe.fcall("jigsaw_renew", 1, record, epoch, ttl_ms)
         case Release(epoch=epoch):
             pipe.fcall("jigsaw_release", 1, record, epoch)
+        case Transfer(epoch=epoch, to=to, ttl_ms=ttl_ms):
+            pipe.fcall("jigsaw_transfer", 1, record, epoch, to, ttl_ms)
         case Restart(epoch=epoch):
             pipe.fcall("jigsaw_restart", 2, record, tokens, epoch)
+        case Alone(epoch=epoch):
+            pipe.fcall("jigsaw_alone", 1, record, epoch)
         case Fail(epoch=epoch, error=error, backoff_ms=backoff_ms):
             pipe.fcall("jigsaw_fail", 1, record, epoch, error, -1 if backoff_ms is None else backoff_ms)
+        case Die(epoch=epoch, error=error):
+            pipe.fcall("jigsaw_die", 2, record, tokens, epoch, error)
         case Score(reward=reward, reason=reason):
             valid = reward is not None
             pipe.fcall("jigsaw_score", 1, record, repr(reward) if valid else "", reason, "1" if valid else "0")
@@ -357,6 +266,8 @@ def _answer(reply: Any) -> "int | str | StaleEpochError":
     match reply:
         case ResponseError() if str(reply).startswith("STALE"):
             return StaleEpochError(str(reply))
+        case ResponseError() if str(reply).startswith("LENGTH"):
+            return TokensLost(str(reply))
         case Exception():
             raise JigsawError(f"the trajectory store refused a write: {reply}") from reply
         case bytes():
@@ -369,26 +280,22 @@ def _claimed(reply: list[Any]) -> Claim | NotClaimed:
     why = reply[0].decode()
     if why != "claimed":
         return NotClaimed(why, int(reply[1]) if why == "later" else 0)
-    _, epoch, attempt, spec, tokens = reply
-    return Claim(_spec_decoder.decode(spec), int(epoch), int(attempt), from_bytes(tokens))
+    _, epoch, failures, deaths, alone, spec, tokens = reply
+    return Claim(
+        _spec_decoder.decode(spec), int(epoch), int(failures), int(deaths), alone=bool(alone), tokens=from_bytes(tokens)
+    )
 
 
 def _record(values: list[Any], tokens: bytes | None) -> Record | None:
     fields = dict(zip(_RECORD_FIELDS, values, strict=True))
     if fields["spec"] is None:
         return None
-    text = {name: (value or b"").decode() for name, value in fields.items() if name != "spec"}
+    more: dict[str, Any] = {name: (fields[name] or b"").decode() for name in _TEXTS}
+    more |= {name: int(fields[name] or 0) for name in _NUMBERS}
     return Record(
         spec=_spec_decoder.decode(fields["spec"]),
-        state=text["state"],  # type: ignore[arg-type]  # only the Lua functions write it
-        epoch=int(text["epoch"]),
-        attempts=int(text["attempts"]),
+        state=fields["state"].decode(),
         tokens=from_bytes(tokens) if tokens else np.zeros(0, TOKEN),
-        text=text["text"],
-        turns=int(text["turns"] or 0),
-        stop_reason=text["stop_reason"],
-        reward=float(text["reward"]) if text["reward"] else None,
-        reason=text["reason"],
-        error=text["error"],
-        owner=text["owner"],
+        reward=float(fields["reward"]) if fields["reward"] else None,
+        **more,
     )

@@ -66,9 +66,18 @@ STREAMS = (
     Stream("DECISIONS", ("decisions.>",), max_messages=100_000, max_age_s=7 * 86400.0),
 )
 
+REQUESTS: dict[type[m.Message], str] = {
+    m.Ping: "ping",
+    m.Drain: "drain",
+    m.ReleaseTrajectories: "release",
+    m.AdoptTrajectories: "adopt",
+}
+"""What one instance can be asked, by the name of its endpoint."""
+
 BUCKETS: dict[type[m.Message], str] = {
     m.Worker: "workers",
     m.Allocation: "allocations",
+    m.Leadership: "leadership",
     m.PolicyPublished: "policies",
     m.JobRecord: "jobs",
     m.JobProgress: "progress",
@@ -77,6 +86,12 @@ BUCKETS: dict[type[m.Message], str] = {
 
 BLOBS = "blobs"
 """Object store of uploaded datasets."""
+
+LEADER_KEY = "scheduler"
+"""KV key of the schedulers' lease."""
+
+ALL_JOBS = "jobs.>"
+ALL_TELEMETRY = "telemetry.>"
 
 SCHEDULER_CONSUMER = "scheduler"
 REWARD_CONSUMER = "reward"
@@ -115,9 +130,9 @@ def allocation_key(instance: str, job_uid: str) -> str:
     return f"{instance}.{job_uid}"
 
 
-def control_subject(instance: str, command: str) -> str:
-    """Request-reply endpoint of one instance."""
-    return f"control.{instance}.{command}"
+def request_subject(instance: str, kind: type[m.Message]) -> str:
+    """Endpoint of one instance for one kind of request."""
+    return f"control.{instance}.{REQUESTS[kind]}"
 
 
 class _Attributes:

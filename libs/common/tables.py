@@ -1,19 +1,20 @@
 """Typed views of KV buckets: current values that a late joiner must see, and what becomes of them."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js import JetStreamContext
 from nats.js.errors import KeyDeletedError, KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
-from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
+from libs.common.connection import Connection, CutOff
 from libs.common.errors import MessageError
 
 REWATCH_S = 15.0
@@ -31,10 +32,10 @@ class Change(msgspec.Struct, Generic[M], frozen=True):
 
 
 class Table(Generic[M]):
-    """Typed view of a KV bucket: current values that a late joiner must see."""
+    """Typed view of a KV bucket; every call outlives an absence of the server, see :meth:`Connection.ask`."""
 
-    def __init__(self, js: JetStreamContext, kv: KeyValue, *, bucket: str, kind: type[M], log: FilteringBoundLogger) -> None:
-        self._js, self._kv, self._bucket, self._kind, self._log = js, kv, bucket, kind, log
+    def __init__(self, connection: Connection, kv: KeyValue, *, bucket: str, kind: type[M]) -> None:
+        self._connection, self._kv, self._bucket, self._kind = connection, kv, bucket, kind
 
     async def get(self, key: str) -> M | None:
         """The current value, or None."""
@@ -43,30 +44,44 @@ class Table(Generic[M]):
 
     async def entry(self, key: str) -> Change[M] | None:
         """The current value with its revision, or None."""
-        try:
-            entry = await self._kv.get(key)
-        except (KeyNotFoundError, KeyDeletedError):
-            return None
-        return Change(key, self._decode(entry.value or b""), entry.revision or 0)
+        entry = await self._connection.ask(lambda: self._stored(key))
+        return Change(key, self._decode(entry.value or b""), entry.revision or 0) if entry else None
 
     async def put(self, key: str, value: M) -> int:
         """Set a value; returns its revision."""
-        return await self._kv.put(key, m.encode(value))
+        return await self._connection.ask(lambda: self._kv.put(key, m.encode(value)))
 
-    async def swap(self, key: str, value: M, *, expected_revision: int) -> bool:
-        """Set a value only if the key is still at a revision (0: doesn't exist, or was deleted); whether it was set."""
-        try:
-            if expected_revision:
-                await self._kv.update(key, m.encode(value), last=expected_revision)
-            else:  # a deleted key has left a marker, which an update from 0 would trip over
-                await self._kv.create(key, m.encode(value))
-        except KeyWrongLastSequenceError:
-            return False
-        return True
+    async def swap(self, key: str, value: M, *, expected_revision: int) -> int:
+        """Set a value only if the key is still at a revision (0: doesn't exist, or was deleted).
+
+        Returns:
+            Its new revision, or 0 if it wasn't set. A value that an attempt had set whose answer was lost counts as set if
+            it is there still; so two who swap the same key must write different values.
+        """
+        data, tried = m.encode(value), False
+
+        async def attempt() -> int:
+            nonlocal tried
+            again, tried = tried, True
+            try:
+                if expected_revision:
+                    return await self._kv.update(key, data, last=expected_revision)
+                return await self._kv.create(key, data)  # a deleted key has left a marker that an update would trip over
+            except KeyWrongLastSequenceError:
+                stored = await self._stored(key) if again else None
+                return stored.revision or 0 if stored is not None and stored.value == data else 0
+
+        return await self._connection.ask(attempt)
 
     async def delete(self, key: str) -> None:
         """Remove a value; one that isn't there is fine."""
-        await self._kv.purge(key)
+        await self._connection.ask(lambda: self._kv.purge(key))
+
+    async def _stored(self, key: str) -> KeyValue.Entry | None:
+        try:
+            return await self._kv.get(key)
+        except (KeyNotFoundError, KeyDeletedError):
+            return None
 
     async def all(self) -> dict[str, M]:
         """All current values.
@@ -75,13 +90,18 @@ class Table(Generic[M]):
         the values that are on their way have arrived.
         """
         prefix = f"$KV.{self._bucket}."
-        info = await self._js.stream_info(f"KV_{self._bucket}", subjects_filter=f"{prefix}>")
+        stream, wanted = f"KV_{self._bucket}", f"{prefix}>"
+        info = await self._connection.ask(lambda: self._connection.js.stream_info(stream, subjects_filter=wanted))
         keys = [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
         values = await asyncio.gather(*(self.get(key) for key in keys))
         return {key: value for key, value in zip(keys, values, strict=True) if value is not None}
 
     async def watch(self, keys: str = ">") -> AsyncIterator[Change[M]]:
-        """Current values, then every change; renewed by itself, so that a silent watch heals within ``REWATCH_S``."""
+        """Current values, then every change.
+
+        The watch is renewed by itself: when the server is back from an absence, and every ``REWATCH_S``, so that a silent
+        one heals.
+        """
         seen: dict[str, int] = {}
         while True:
             async for change in self._watch_once(keys, seen):
@@ -89,31 +109,21 @@ class Table(Generic[M]):
 
     async def _watch_once(self, keys: str, seen: dict[str, int]) -> AsyncIterator[Change[M]]:
         """One watch of limited life: the snapshot's news against ``seen``, then what changes."""
-        try:
-            watcher = await self._kv.watch(keys, inactive_threshold=2 * REWATCH_S)
-        except NatsError as error:
-            self._log.warning("watch_failed", bucket=self._kind.__name__, error=str(error))
-            await asyncio.sleep(1.0)
-            return
+        watcher = await self._connection.ask(lambda: self._kv.watch(keys, inactive_threshold=2 * REWATCH_S))
         snapshot: set[str] | None = set()
         ends = time.monotonic() + REWATCH_S
         try:
-            while (left := ends - time.monotonic()) > 0:
+            while True:
                 try:
-                    entry = await watcher.updates(timeout=left)  # type: ignore[no-untyped-call]
-                except NatsTimeoutError:
+                    entry = await self._connection.while_up(partial(_next, watcher, ends))
+                except (NatsTimeoutError, CutOff):
                     return
-                if not isinstance(entry, KeyValue.Entry):
+                if entry is None:
                     for key in set(seen) - (snapshot or set()):
                         # nats-py may mark the snapshot's end before it has handed over what is in it, so ask about each
-                        try:
-                            if await self.entry(key) is not None:
-                                continue
-                        except NatsError as error:
-                            self._log.warning("watch_failed", bucket=self._kind.__name__, error=str(error))
-                            return
-                        del seen[key]
-                        yield Change(key, None, 0)
+                        if await self.entry(key) is None:
+                            del seen[key]
+                            yield Change(key, None, 0)
                     snapshot = None
                     continue
                 gone = entry.operation in (KV_DEL, KV_PURGE)
@@ -126,10 +136,17 @@ class Table(Generic[M]):
                     seen[entry.key] = entry.revision or 0
                     yield Change(entry.key, self._decode(entry.value or b""), entry.revision or 0)
         finally:
-            await watcher.stop()  # type: ignore[no-untyped-call]
+            with contextlib.suppress(NatsError):  # of a connection that is closed
+                await watcher.stop()  # type: ignore[no-untyped-call]
 
     def _decode(self, data: bytes) -> M:
         value = m.decode(data)
         if not isinstance(value, self._kind):
             raise MessageError(f"{self._kind.__name__} expected in its bucket, found {type(value).__name__}")
         return value
+
+
+async def _next(watcher: KeyValue.KeyWatcher, ends: float) -> KeyValue.Entry | None:
+    """What a watch says next, None for the end of its snapshot; a time-out if it ends before it says anything."""
+    entry = await watcher.updates(timeout=max(0.0, ends - time.monotonic()))  # type: ignore[no-untyped-call]
+    return entry if isinstance(entry, KeyValue.Entry) else None

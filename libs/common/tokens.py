@@ -28,6 +28,17 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     def __str__(self) -> str:
         return f"{self.step}.{self.incarnation}"
 
+    @classmethod
+    def parse(cls, text: str) -> "PolicyVersion | None":
+        """The version that was written as ``text``, or None."""
+        step, dot, incarnation = text.partition(".")
+        return cls(int(step), int(incarnation)) if dot and step.isdigit() and incarnation.isdigit() else None
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts a job's versions by when they were published: a trainer that starts over may go back in steps."""
+        return self.incarnation, self.step
+
 
 def sampled(ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion) -> TokenArray:
     """Token records for ids that the policy ``version`` sampled with the given log-probs (nats)."""
