@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 from structlog.typing import FilteringBoundLogger
 
+from libs.common.changes import Changes
 from libs.common.child import Child
 from libs.common.job import Job
 from libs.common.tokens import PolicyVersion
@@ -44,7 +45,9 @@ class EngineLink:
         self._stopping = False
         self._wanted = anyio.Event()
         self._wanted.set()
-        self._dropping: dict[str, anyio.Event] = {}
+        self._changes = Changes()
+        self._dropping: dict[int, anyio.Event] = {}
+        self._drops = 0
         self.max_context = 0
         self.revision = 0
         self.broken = ""
@@ -75,6 +78,7 @@ class EngineLink:
             if failures >= LOAD_TRIES:
                 self.broken = self._failure or "the engine process keeps dying"
                 self._log.error("engine_broken", reason=self.broken)
+                self._changes.notify()
                 return
             await anyio.sleep(0.5 * 2**failures)
 
@@ -107,14 +111,15 @@ class EngineLink:
             await self._child.stop()
         self._log.info("engine_unloaded")
 
-    def require(self) -> None:
-        """Make sure that there is an engine.
+    async def available(self) -> None:
+        """Wait until there is an engine: one that died is being restarted.
 
         Raises:
-            EngineLost: there is none, with the reason.
+            EngineLost: none can be loaded, with the reason.
         """
-        if self._loaded is None:
-            raise EngineLost(self.broken or "it is being restarted")
+        await self._changes.until(lambda: self.ready or bool(self.broken))
+        if not self.ready:
+            raise EngineLost(self.broken)
 
     async def begin(self, request: TurnRequest) -> None:
         """Start generating a turn.
@@ -122,15 +127,17 @@ class EngineLink:
         Raises:
             EngineLost: there is no engine to do it.
         """
-        self.require()
+        if not self.ready:
+            raise EngineLost("it is being restarted")
         await self._send(wire.Begin([request]))
 
     async def drop(self, keys: list[str]) -> None:
         """Stop turns at a step boundary; returns when their last tokens have been received."""
         if self._child is None or self._loaded is None or not keys:
             return
-        done = self._dropping[",".join(keys)] = anyio.Event()
-        await self._send(wire.Drop(keys))
+        self._drops += 1
+        done = self._dropping[self._drops] = anyio.Event()
+        await self._send(wire.Drop(self._drops, keys))
         await done.wait()
 
     async def stop(self) -> None:
@@ -185,14 +192,17 @@ class EngineLink:
                 self._failure, self._loaded, self.max_context = "", version, max_context
                 self._log.info("engine_loaded", policy=str(version), seconds=round(seconds, 2), max_context=max_context)
                 await self._catch_up(version)
+                self._changes.notify()
             case wire.PolicySwitched(version=version, seconds=seconds):
                 self._loaded = version
                 self._log.debug("policy_switched", policy=str(version), seconds=round(seconds, 3))
             case wire.UnitsApplied(revision=revision):
                 self.revision = revision
-            case wire.Dropped(keys=keys):
-                if done := self._dropping.pop(",".join(keys), None):
+            case wire.Dropped(number=number):
+                if done := self._dropping.pop(number, None):
                     done.set()
+            case wire.StepFailed():
+                self._loaded = None  # it takes itself apart now, and can't be given anything
             case _:
                 pass
 
@@ -220,7 +230,7 @@ class EngineLink:
         rollout, model = self._job.rollout, self._job.model
         return wire.Load(
             kind=rollout.engine,
-            arguments=rollout.engine_args,
+            replay=rollout.engine_args,
             dtype=model.dtype,
             max_context=model.max_context,
             max_running=rollout.max_running,

@@ -26,10 +26,9 @@ LENGTH_BIN = 32
 def make_engine(load: wire.Load) -> tuple[Engine, int]:
     """The engine that a job asks for, and the context window (tokens) that it really has."""
     if load.kind == "replay":
-        from services.rollout.replay_engine import ReplayEngine, replay_settings
+        from services.rollout.replay_engine import ReplayEngine
 
-        settings = replay_settings(load.arguments)
-        return ReplayEngine(settings, max_running=load.max_running, max_context=load.max_context), (
+        return ReplayEngine(load.replay, max_running=load.max_running, max_context=load.max_context), (
             load.max_context or sys.maxsize
         )
     from services.rollout.vllm_engine import VllmEngine
@@ -191,12 +190,12 @@ class EngineProcess:
                 for request in requests:
                     self._telemetry.began(request.key, len(request.token_ids))
                 self._engine.add(requests)
-            case wire.Drop(keys=keys):
+            case wire.Drop(number=number, keys=keys):
                 self._engine.drop(keys)
                 self._outbox.flush()
                 for key in keys:
                     self._telemetry.forget(key)
-                self._parent.send(wire.Dropped(keys))
+                self._parent.send(wire.Dropped(number))
             case wire.SwitchPolicy(version=version, directory=directory):
                 self._outbox.flush()
                 started = time.monotonic()

@@ -4,25 +4,24 @@ A task is acknowledged once its claim has committed, or once there is nothing to
 the message, says who works on the trajectory.
 """
 
-import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
 import anyio
-import msgspec
 
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Delivery, Puller
 from libs.common.changes import Changes
-from libs.common.errors import JigsawError, QueueGone
-from libs.common.group_commit import GroupCommit
+from libs.common.errors import QueueGone
 from libs.common.service import Context
-from libs.common.store import Claim, NotClaimed, Restart, TrajectoryId
 from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import Claim, NotClaimed, TrajectoryId
 
 NO_WORK_WAIT_S = 2.0
 NOT_NOW_S = 0.05
+POLICY_WAIT_S = 10.0
+"""Less than the bus waits for an acknowledgement."""
 
 
 class Taker(Protocol):
@@ -39,8 +38,8 @@ class Taker(Protocol):
     def room(self) -> int:
         """How many more trajectories may be started now."""
 
-    def start(self, claim: Claim) -> None:
-        """Run a trajectory."""
+    async def start(self, claim: Claim) -> None:
+        """Run a trajectory that was claimed."""
 
 
 class Intake:
@@ -51,11 +50,9 @@ class Intake:
         lease_s: for how long a trajectory is claimed.
     """
 
-    def __init__(
-        self, context: Context, job_uid: str, *, taker: Taker, changed: Changes, commits: GroupCommit, lease_s: float
-    ) -> None:
+    def __init__(self, context: Context, job_uid: str, *, taker: Taker, changed: Changes, lease_s: float) -> None:
         self._context, self._uid, self._taker, self._changed = context, job_uid, taker, changed
-        self._commits, self._lease_s = commits, lease_s
+        self._lease_s = lease_s
 
     async def run(self) -> None:
         """Until the taker closes, or the job's queue is gone because the job has ended."""
@@ -83,11 +80,10 @@ class Intake:
 
     async def _take(self, deliveries: Sequence[Delivery]) -> None:
         """Claim the records of tasks, start what was claimed, acknowledge."""
+        tasks = [(delivery, delivery.message) for delivery in deliveries if isinstance(delivery.message, m.StartRollout)]
+        await self._wait_for_policy([task for _, task in tasks])
         work: list[tuple[Delivery, m.StartRollout]] = []
-        for delivery in deliveries:
-            task = delivery.message
-            if not isinstance(task, m.StartRollout):
-                raise JigsawError(f"{type(task).__name__} on a task subject")
+        for delivery, task in tasks:
             if self._taker.closing or task.policy != self._taker.version:
                 await self._not_now(delivery, task)
             else:
@@ -98,14 +94,20 @@ class Intake:
         claims = await self._context.store.claim(ids, owner=self._context.instance, ttl_ms=int(self._lease_s * 1000))
         for (delivery, task), claim in zip(work, claims, strict=True):
             if isinstance(claim, Claim):
-                self._taker.start(await self._of_one_version(claim))
+                await self._taker.start(claim)
                 await delivery.ack()
             else:
                 await self._not_claimed(delivery, task, claim)
 
+    async def _wait_for_policy(self, tasks: Sequence[m.StartRollout]) -> None:
+        """Until the newest version that these tasks want is in force, for a while: a step's tasks often come before it."""
+        newest = max((task.policy.age for task in tasks), default=(0, 0))
+        with anyio.move_on_after(POLICY_WAIT_S):
+            await self._changed.until(lambda: self._taker.closing or self._taker.version.age >= newest)
+
     async def _not_now(self, delivery: Delivery, task: m.StartRollout) -> None:
         """A synchronous step's tokens are all of one version: wait for it, or forget a word about an earlier one."""
-        if not self._taker.closing and _age(task.policy) < _age(self._taker.version):
+        if not self._taker.closing and task.policy.age < self._taker.version.age:
             await delivery.ack()
         else:
             await delivery.retry(after_s=NOT_NOW_S)
@@ -114,20 +116,8 @@ class Intake:
         if why.why == "later":
             await delivery.retry(after_s=why.wait_ms / 1000)
             return
-        if why.why == "exhausted":
+        if why.why == "poisoned":
             await self._context.bus.publish(
                 m.following(task, m.TrajectorySettled, sender=self._context.instance, state="failed")
             )
         await delivery.ack()  # held by another, or past this state already: nothing to do here
-
-    async def _of_one_version(self, claim: Claim) -> Claim:
-        """The claim; without its tokens if they came from another step's policy, with which the rest can't be continued."""
-        if not len(claim.tokens) or set(claim.tokens["step"].tolist()) == {self._taker.version.step}:
-            return claim
-        await asyncio.gather(*self._commits.put([Restart(claim.spec.id, claim.epoch)]))
-        return msgspec.structs.replace(claim, tokens=claim.tokens[:0])
-
-
-def _age(version: PolicyVersion) -> tuple[int, int]:
-    """Sorts a job's versions by when they were published: a trainer that starts over may go back in steps."""
-    return version.incarnation, version.step

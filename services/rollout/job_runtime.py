@@ -4,27 +4,30 @@ Lives while the instance has an allocation for the job. What is taken in is deci
 holds what by :mod:`services.rollout.leases`; this module joins them to the engine and to the allocation.
 """
 
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common.changes import Changes
 from libs.common.chat import ChatTokenizer
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, NodeError
 from libs.common.group_commit import GroupCommit
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
-from libs.common.store import Append, Claim
 from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import Alone, Claim, Offer, Restart, TrajectoryId
 from libs.environments.registry import make_environment
 from services.rollout import wire
 from services.rollout.engine_link import EngineLink
 from services.rollout.intake import Intake
-from services.rollout.leases import Leases
+from services.rollout.leases import ADOPT_S, Leases, Released
 from services.rollout.runner import EngineLost, Lost, Tools, Trajectory
 
 RETRY_FETCH_S = 1.0
@@ -43,7 +46,7 @@ class JobRuntime:
         lease_s = self._job.rollout.lease_s
         self._leases = Leases(context.store, commits=self._commits, engine=self._engine, ttl_s=lease_s, log=self._log)
         self._changes = Changes()
-        self._intake = Intake(context, self._uid, taker=self, changed=self._changes, commits=self._commits, lease_s=lease_s)
+        self._intake = Intake(context, self._uid, taker=self, changed=self._changes, lease_s=lease_s)
         self._allocation: m.Allocation | None = None
         self._tasks: TaskGroup | None = None
         self._tools: Tools | None = None
@@ -76,8 +79,8 @@ class JobRuntime:
         self.closing = True
         self._changes.notify()
 
-    async def run(self) -> None:
-        """Until stopped, or until the job's queue is gone."""
+    async def run(self) -> bool:
+        """Until stopped, or until the job's queue is gone; nothing is left to do then."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             for task in (self._commits.run, self._engine.run, self._leases.renew, self._follow_policy):
@@ -89,12 +92,14 @@ class JobRuntime:
                     taking.start_soon(self._take_in)
                     await self._changes.until(lambda: self.closing)
                     await self._hand_back()  # at once, while the last look into the queue comes to its end
+                    await self._engine.stop()  # its memory is somebody else's now
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._hand_back()
                     await self._engine.stop()
-                    await anyio.to_thread.run_sync(partial(self._policies.prune_copies, self._uid, keep=()))
+                    await anyio.to_thread.run_sync(self._policies.forget_copies, self._uid)
                 tasks.cancel_scope.cancel()
+        return False
 
     async def _take_in(self) -> None:
         await self._intake.run()
@@ -117,7 +122,7 @@ class JobRuntime:
             elif published.version.step != self._engine.version.step:
                 await self._hand_back()  # what was begun under another policy isn't continued under this one
             await self._engine.use_policy(published.version, folder)
-            await anyio.to_thread.run_sync(partial(self._policies.prune_copies, self._uid, keep=[published.version]))
+            await anyio.to_thread.run_sync(partial(self._policies.prune_copies, self._uid, before=published.version))
             self._changes.notify()
 
     async def _fetched(self, published: m.PolicyPublished) -> Path | None:
@@ -138,7 +143,7 @@ class JobRuntime:
 
     async def _prepare(self, folder: Path) -> None:
         chat = await anyio.to_thread.run_sync(ChatTokenizer, folder)
-        environment = make_environment(self._job.environment, allow=self._context.settings.reward.allow)
+        environment = make_environment(self._job.environment, allow=self._context.settings.plugins.allow)
         self._tools = Tools(self._job, self._engine, chat, environment, self._commits)
 
     async def _apply_allocations(self) -> None:
@@ -170,23 +175,68 @@ class JobRuntime:
         """How many more trajectories may be started now."""
         if self._allocation is None or not self._allocation.units or self._tools is None or not self._engine.ready:
             return 0
+        if self._leases.any_suspect:
+            return 0
         return self._allocation.max_running - len(self._leases)
 
-    def start(self, claim: Claim) -> None:
-        """Run a trajectory that this instance has claimed."""
+    async def start(self, claim: Claim) -> None:
+        """Run a trajectory that this instance has claimed or adopted."""
         assert self._tools is not None and self._tasks is not None
-        trajectory = Trajectory(claim, self._tools)
+        trajectory = Trajectory(await self._of_one_version(claim), self._tools)
         self._step = claim.spec.step
         self._leases.add(trajectory)
         self._tasks.start_soon(self._drive, trajectory)
+
+    async def release(self, count: int, *, target: str) -> int:
+        """Let go of trajectories, to an instance or ("") to whoever has room; returns of how many.
+
+        An instance that doesn't answer doesn't matter: their leases run out, and they are announced again.
+        """
+        released = await self._leases.let_go(self._leases.cheapest(count), to=target)
+        if not target:
+            await self._context.bus.publish_all([self._task(one) for one in released])
+        elif released:
+            offers = [m.Offer(one.spec.id.group, one.spec.id.sample, one.epoch) for one in released]
+            offer = m.AdoptTrajectories(sender=self._context.instance, job_uid=self._uid, offers=offers)
+            try:
+                await self._context.bus.request(target, offer, timeout_s=ADOPT_S)
+            except NodeError as error:
+                self._log.warning("not_adopted", trajectories=len(offers), reason=str(error))
+        return len(released)
+
+    async def adopt(self, offers: Sequence[m.Offer]) -> int:
+        """Go on with trajectories that another instance has handed over; returns with how many.
+
+        Raises:
+            NodeError: this instance can't run any now.
+        """
+        if self.closing or self._tools is None or not self._engine.ready or self._leases.any_suspect:
+            raise NodeError(f"{self._context.instance} has no engine for {self._uid} now")
+        claims = await self._context.store.adopt(
+            [Offer(TrajectoryId(self._uid, offer.group, offer.sample), offer.epoch) for offer in offers],
+            owner=self._context.instance,
+            ttl_ms=int(self._job.rollout.lease_s * 1000),
+        )
+        adopted = [claim for claim in claims if isinstance(claim, Claim)]
+        for claim in adopted:
+            await self.start(claim)
+        return len(adopted)
+
+    async def _of_one_version(self, claim: Claim) -> Claim:
+        """The claim; without its tokens if they came from another step's policy, with which the rest can't be continued."""
+        if not len(claim.tokens) or set(claim.tokens["step"].tolist()) == {self.version.step}:
+            return claim
+        await asyncio.gather(*self._commits.put([Restart(claim.spec.id, claim.epoch)]))
+        return msgspec.structs.replace(claim, tokens=claim.tokens[:0])
 
     async def _drive(self, trajectory: Trajectory) -> None:
         """Run a trajectory and tell how it ended."""
         bus, sender = self._context.bus, self._context.instance
         try:
+            await self._alone_if_suspect(trajectory)
             await trajectory.run()
             (state,) = await self._context.store.states([trajectory.id])
-            task = self._task(trajectory.claim)
+            task = self._task(Released(trajectory.claim.spec, trajectory.claim.epoch))
             if state == "finished":
                 await bus.publish(m.following(task, m.TrajectoryFinished, sender=sender))
             elif state == "pending":
@@ -201,23 +251,31 @@ class JobRuntime:
             if trajectory.in_turn:  # it ended in the middle of one: lost, or past its deadline
                 await self._engine.drop([trajectory.key])
 
-    async def _hand_back(self) -> None:
-        """Give back what is running, and tell others that it waits."""
-        with anyio.move_on_after(HAND_BACK_S, shield=True):
-            released = await self._leases.hand_back()
-            await self._context.bus.publish_all([self._task(claim) for claim in released])
+    async def _alone_if_suspect(self, trajectory: Trajectory) -> None:
+        """One that was on two workers that died runs with nothing else on its engine, which shows whether it is to blame."""
+        if trajectory.claim.alone:
+            await self._changes.until(lambda: self._leases.only_suspects and next(iter(self._leases)) is trajectory)
+            await asyncio.gather(*self._commits.put([Alone(trajectory.id, trajectory.claim.epoch)]))
 
-    def _task(self, claim: Claim) -> m.StartRollout:
+    async def _hand_back(self) -> None:
+        """Give back everything, and tell others that it waits."""
+        with anyio.move_on_after(HAND_BACK_S, shield=True) as limit:
+            released = await self._leases.let_go(list(self._leases))
+            await self._context.bus.publish_all([self._task(one) for one in released])
+        if limit.cancelled_caught:
+            self._log.warning("not_handed_back", trajectories=len(self._leases))
+            self._leases.lose_all("engine or store didn't answer in time")
+
+    def _task(self, one: Released) -> m.StartRollout:
         """The announcement of a trajectory; the claim's epoch numbers it."""
-        spec = claim.spec
         return m.StartRollout(
             sender=self._context.instance,
-            job_uid=spec.id.job_uid,
-            step=spec.step,
-            group=spec.id.group,
-            sample=spec.id.sample,
+            job_uid=self._uid,
+            step=one.spec.step,
+            group=one.spec.id.group,
+            sample=one.spec.id.sample,
             policy=self._engine.version,
-            attempt=claim.epoch,
+            attempt=one.epoch,
         )
 
     # --- from the engine ---------------------------------------------------------------------------------------------
@@ -226,7 +284,7 @@ class JobRuntime:
         """Tokens go to their trajectories and to the store in one write; the rest is telemetry."""
         match message:
             case wire.Progress(version=version, segments=segments):
-                self._commits.put(self._new_tokens(version, segments))
+                self._store_tokens(version, segments)
             case wire.StepFailed(error=error):
                 self._leases.fail_turns(EngineLost(error))
                 self._changes.notify()
@@ -239,9 +297,8 @@ class JobRuntime:
             case wire.Started() | wire.Loaded() | wire.PolicySwitched() | wire.UnitsApplied() | wire.Dropped():
                 self._changes.notify()
 
-    def _new_tokens(self, version: PolicyVersion, segments: list[wire.Segment]) -> list[Append]:
-        """Hand tokens to their trajectories; returns the writes that checkpoint them."""
-        appends: list[Append] = []
+    def _store_tokens(self, version: PolicyVersion, segments: list[wire.Segment]) -> None:
+        """Hand new tokens to their trajectories, and checkpoint those of turns that go on."""
         for segment in segments:
             trajectory = self._leases.get(segment.key)
             if trajectory is None:
@@ -249,8 +306,7 @@ class JobRuntime:
             stopped = segment.stopped
             trajectory.take(ids=segment.ids, logprobs=segment.logprobs, version=version, stopped=stopped)
             if stopped is None:
-                appends += trajectory.checkpoint()
-        return appends
+                self._leases.store(trajectory)
 
     async def _report(self, window: wire.Window) -> None:
         await self._context.bus.publish(

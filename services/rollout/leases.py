@@ -4,13 +4,25 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 import anyio
+import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from libs.common.errors import JigsawError, StaleEpochError
-from libs.common.group_commit import GroupCommit
-from libs.common.store import Claim, Release, Renew, TrajectoryStore, Write
+from libs.common.errors import StaleEpochError
+from libs.common.group_commit import Answer, GroupCommit
+from libs.common.store import TrajectoryStore
+from libs.common.trajectory import Release, Renew, TrajectorySpec, Transfer
 from services.rollout.engine_link import EngineLink
-from services.rollout.runner import Lost, Trajectory
+from services.rollout.runner import EngineLost, Trajectory
+
+ADOPT_S = 2.0
+"""How long a trajectory that was handed over waits for its new owner before anyone may claim it."""
+
+
+class Released(msgspec.Struct, frozen=True):
+    """A trajectory that was let go, and the epoch that it has now."""
+
+    spec: TrajectorySpec
+    epoch: int
 
 
 class Leases:
@@ -39,18 +51,47 @@ class Leases:
     def add(self, trajectory: Trajectory) -> None:
         """Keep the lease of a trajectory that was claimed just now."""
         for held in self:
-            if held.id == trajectory.id:  # this instance lost it and has claimed it again
-                held.fail_turn(Lost("claimed anew"))
+            if held.id == trajectory.id:
+                held.lose("this instance lost it, and has claimed it again")
         self._held[trajectory.key] = trajectory
+
+    @property
+    def any_suspect(self) -> bool:
+        """Whether one is held that must run alone: nothing may be added."""
+        return any(held.claim.alone for held in self)
+
+    @property
+    def only_suspects(self) -> bool:
+        """Whether nothing is held that runs beside others."""
+        return all(held.claim.alone for held in self)
+
+    def cheapest(self, count: int) -> list[Trajectory]:
+        """At most ``count`` of those in a turn, the shortest first: their KV cache is the quickest to compute elsewhere."""
+        return sorted((held for held in self if held.in_turn), key=lambda held: held.length)[:count]
 
     def remove(self, trajectory: Trajectory) -> None:
         """It has ended, or is somebody else's now."""
         self._held.pop(trajectory.key, None)
 
-    def fail_turns(self, error: JigsawError) -> None:
+    def fail_turns(self, error: EngineLost) -> None:
         """The turns in progress can't end: the engine is gone."""
         for trajectory in self:
             trajectory.fail_turn(error)
+
+    def lose_all(self, why: str) -> None:
+        """Nothing that is held can be kept."""
+        for trajectory in self:
+            trajectory.lose(why)
+
+    def store(self, trajectory: Trajectory) -> None:
+        """Checkpoint a trajectory's new tokens; it is lost if the store refuses them."""
+
+        def note(done: "asyncio.Future[Answer]") -> None:
+            if not done.cancelled() and isinstance(refused := done.result(), StaleEpochError):
+                trajectory.lose(str(refused))
+
+        for stored in self._commits.put(trajectory.checkpoint()):
+            stored.add_done_callback(note)
 
     async def renew(self) -> None:
         """Renew the leases until cancelled."""
@@ -62,20 +103,29 @@ class Leases:
                 writes = [Renew(trajectory.id, trajectory.claim.epoch, ttl_ms) for trajectory in held]
                 for trajectory, answer in zip(held, await self._store.write(writes), strict=True):
                     if isinstance(answer, StaleEpochError):
-                        trajectory.fail_turn(Lost(str(answer)))
+                        trajectory.lose(str(answer))
 
-    async def hand_back(self) -> Sequence[Claim]:
-        """Stop what is running at a step boundary and release it with every token that it has; returns what that was."""
-        held = list(self)
-        if not held:
+    async def let_go(self, chosen: Sequence[Trajectory], *, to: str = "") -> list[Released]:
+        """Stop trajectories at a step boundary and release them with every token that they have.
+
+        Args:
+            to: the instance that owns them from now on, if it adopts them within ``ADOPT_S``; "" for whoever claims them.
+
+        Returns:
+            Those that were released; one that has just ended isn't, and ends here.
+        """
+        if not chosen:
             return []
-        await self._engine.drop([trajectory.key for trajectory in held])
-        writes: list[Write] = []
-        for trajectory in held:
-            writes += trajectory.checkpoint()
-            writes.append(Release(trajectory.id, trajectory.claim.epoch))
-        await asyncio.gather(*self._commits.put(writes))
-        for trajectory in held:
-            trajectory.fail_turn(Lost("handed back"))
-        self._log.info("handed_back", trajectories=len(held))
-        return [trajectory.claim for trajectory in held]
+        await self._engine.drop([trajectory.key for trajectory in chosen])
+        releases: list[asyncio.Future[Answer]] = []
+        for trajectory in chosen:
+            id, epoch = trajectory.id, trajectory.claim.epoch
+            end = Transfer(id, epoch, to, int(ADOPT_S * 1000)) if to else Release(id, epoch)
+            releases.append(self._commits.put([*trajectory.checkpoint(), end])[-1])
+        released: list[Released] = []
+        for trajectory, answer in zip(chosen, await asyncio.gather(*releases), strict=True):
+            if not isinstance(answer, StaleEpochError):
+                trajectory.lose(f"released to {to or 'anyone'}")
+                released.append(Released(trajectory.claim.spec, trajectory.claim.epoch + 1))
+        self._log.info("released", trajectories=len(released), to=to or None)
+        return released

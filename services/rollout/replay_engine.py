@@ -10,81 +10,18 @@ resumed turn continues exactly as the uninterrupted one; a step lasts what the s
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
 from libs.common.errors import ModelError
+from libs.common.replay import ListedLengths, LogNormalLengths, ReplayedRollout, UniformLengths, speed_of
 from libs.common.tokens import PolicyVersion
 from services.rollout.engine import NewToken, StepReport, StopReason, TurnRequest
 
 _WORD = (1 << 64) - 1
-
-Count = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[float, Meta(ge=0)]
-
-
-class LogNormalLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lognormal", tag_field="kind"):
-    """Lengths with a long tail: ``median`` tokens, ``sigma`` the standard deviation of their logarithm."""
-
-    median: Annotated[float, Meta(gt=0)] = 64.0
-    sigma: NonNegative = 0.8
-
-
-class UniformLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="uniform", tag_field="kind"):
-    """Lengths from ``low`` to ``high`` tokens, both included."""
-
-    low: Count = 16
-    high: Count = 128
-
-
-class ListedLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list", tag_field="kind"):
-    """Lengths drawn from recorded ones."""
-
-    tokens: Annotated[list[Count], Meta(min_length=1)]
-
-
-class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a replay: the ``engine_args`` of a job whose engine is ``replay``.
-
-    Attributes:
-        lengths: of turns, in tokens.
-        prefill_tokens_per_s: speed of prompt tokens; 0 takes no time.
-        decode_ms: of a decode step, whatever its batch. decode_ms_per_sequence: added for each sequence in it.
-        thread_speedup: speed with 1, 2, … threads relative to 1; the last one holds for more.
-        batched_tokens: prompt tokens of one step at most.
-        vocab_size: ids are drawn below it.
-        kv_tokens: capacity of the KV cache that is reported as used.
-    """
-
-    lengths: LogNormalLengths | UniformLengths | ListedLengths = LogNormalLengths()
-    prefill_tokens_per_s: NonNegative = 0.0
-    decode_ms: NonNegative = 0.0
-    decode_ms_per_sequence: NonNegative = 0.0
-    thread_speedup: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)] = (1.0,)
-    batched_tokens: Count = 2048
-    vocab_size: Annotated[int, Meta(ge=2)] = 256
-    kv_tokens: Count = 65536
-
-
-def replay_settings(engine_args: Mapping[str, Any]) -> ReplaySettings:
-    """Decode a job's ``rollout.engine_args``.
-
-    Raises:
-        ModelError: an unknown or impossible setting.
-    """
-    try:
-        settings = msgspec.convert(engine_args, ReplaySettings)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"rollout.engine_args of the replay engine: {error}") from None
-    lengths = settings.lengths
-    if isinstance(lengths, UniformLengths) and lengths.low > lengths.high:
-        raise ModelError("rollout.engine_args of the replay engine: lengths.low is above lengths.high")
-    return settings
 
 
 class _Turn:
@@ -109,7 +46,7 @@ class ReplayEngine:
 
     def __init__(
         self,
-        settings: ReplaySettings,
+        settings: ReplayedRollout,
         *,
         max_running: int,
         max_context: int | None = None,
@@ -147,6 +84,8 @@ class ReplayEngine:
     def step(self) -> StepReport:
         """Play one step: sequences that are filled decode one token each, then prompts fill what is left of its tokens."""
         batch = list(self._turns.values())[: self._max_running]
+        if any(turn.request.seed in self._settings.deadly_seeds for turn in batch):
+            os._exit(1)
         decoding = [turn for turn in batch if turn.unfilled == 0]
         room = max(0, self._settings.batched_tokens - len(decoding))
         prefill_tokens, filled = 0, []
@@ -173,9 +112,7 @@ class ReplayEngine:
 
     def set_threads(self, count: int) -> None:
         """Play at the speed of this many threads, at most the cores that this process may run on."""
-        speedups = self._settings.thread_speedup
-        threads = max(1, min(count, len(os.sched_getaffinity(0)), len(speedups)))
-        self._speed = speedups[threads - 1]
+        self._speed = speed_of(self._settings.thread_speedup, count)
 
     def close(self) -> None:
         """Forget everything."""
@@ -211,7 +148,7 @@ class ReplayEngine:
         return NewToken(key=request.key, token_id=token_id, logprob=-math.log(self._settings.vocab_size), stopped=reason)
 
 
-def turn_length(settings: ReplaySettings, request: TurnRequest) -> int:
+def turn_length(settings: ReplayedRollout, request: TurnRequest) -> int:
     """Tokens of the turn as it was drawn, before any budget cuts it; at least 1."""
     draw = _draw(request.seed, stream=1, counter=request.turn_start)
     match settings.lengths:

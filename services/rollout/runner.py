@@ -16,8 +16,8 @@ from libs.common.chat import ChatTokenizer
 from libs.common.errors import JigsawError, StaleEpochError
 from libs.common.group_commit import GroupCommit
 from libs.common.job import Job
-from libs.common.store import Append, Claim, Fail, Finish, TrajectoryId
 from libs.common.tokens import PolicyVersion, TokenArray, join, observed, sampled
+from libs.common.trajectory import Append, Claim, Die, Fail, Finish, TrajectoryId
 from libs.environments.protocol import Conversation, Done, Environment, EnvironmentFailed
 from services.rollout.engine import StopReason, TurnRequest
 from services.rollout.turns import Next, Standing, ends_turn, standing
@@ -44,11 +44,11 @@ class EngineLink(Protocol):
     def version(self) -> PolicyVersion:
         """The policy in force."""
 
-    def require(self) -> None:
-        """Make sure that there is an engine.
+    async def available(self) -> None:
+        """Wait until there is an engine: one that died is being restarted.
 
         Raises:
-            EngineLost: there is none.
+            EngineLost: none can be loaded.
         """
 
     async def begin(self, request: TurnRequest) -> None:
@@ -74,6 +74,7 @@ class Trajectory:
         self._length = len(claim.tokens)
         self._unstored: list[TokenArray] = []
         self._turn: asyncio.Future[StopReason] | None = None
+        self._scope, self._lost = anyio.CancelScope(), ""
 
     @property
     def id(self) -> TrajectoryId:
@@ -84,6 +85,11 @@ class Trajectory:
     def key(self) -> str:
         """Its name on the engine; another claim of the same trajectory has another."""
         return f"{self.id.member}@{self.claim.epoch}"
+
+    @property
+    def length(self) -> int:
+        """Tokens after the prompt so far."""
+        return self._length
 
     @property
     def in_turn(self) -> bool:
@@ -107,31 +113,46 @@ class Trajectory:
             return []
         return [Append(self.id, self.claim.epoch, self._length - len(new), new)]
 
-    def fail_turn(self, error: JigsawError) -> None:
-        """The turn being generated can't end: the engine or the ownership is gone."""
+    def fail_turn(self, error: EngineLost) -> None:
+        """The turn being generated can't end: the engine is gone."""
         if self._turn is not None and not self._turn.done():
             self._turn.set_exception(error)
+
+    def lose(self, why: str) -> None:
+        """Someone else owns it now, or may: :meth:`run` ends here, wherever it is."""
+        self._lost = why
+        self._scope.cancel()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Drive it to its end; returns once *finished* or a failed attempt is stored.
+        """Drive it to its end; returns once *finished*, a failed attempt or its engine's death is stored.
 
         Raises:
             Lost: someone else owns it now.
         """
-        error, retry = "", True
+        with self._scope:
+            await self._run_to_an_end()
+        if self._lost:
+            raise Lost(self._lost)
+
+    async def _run_to_an_end(self) -> None:
+        end: Finish | Fail | Die
         try:
             with anyio.fail_after(self._tools.job.rollout.deadline_s):
-                await self._finish(await self._play())
-                return
+                stopped = await self._play()
         except TimeoutError:
-            error, retry = f"deadline of {self._tools.job.rollout.deadline_s:g} s passed", False
+            end = self._failed(f"deadline of {self._tools.job.rollout.deadline_s:g} s passed", retry=False)
         except EnvironmentFailed as failure:
-            error = f"environment: {failure}"
+            end = self._failed(f"environment: {failure}", retry=True)
         except EngineLost as failure:
-            error = f"engine: {failure}"
-        await self._commit(Fail(self.id, self.claim.epoch, error, BACKOFF_MS * self.claim.attempt if retry else None))
+            end = Die(self.id, self.claim.epoch, f"engine: {failure}")
+        else:
+            end = self._finished(stopped)
+        await self._commit(end)
+
+    def _failed(self, error: str, *, retry: bool) -> Fail:
+        return Fail(self.id, self.claim.epoch, error, BACKOFF_MS * (self.claim.failures + 1) if retry else None)
 
     async def _play(self) -> StopReason:
         """Turn after turn."""
@@ -141,7 +162,7 @@ class Trajectory:
             if at.next is Next.TRUNCATED:
                 return StopReason.LENGTH
             if at.next is Next.GENERATE:
-                self._tools.engine.require()
+                await self._tools.engine.available()
                 if len(self.claim.spec.prompt_ids) + self._length >= self._tools.engine.max_context:
                     return StopReason.CONTEXT
                 stopped = await self._generate(at)
@@ -188,29 +209,28 @@ class Trajectory:
         spec = self.claim.spec
         turns = [self._text(*span) for span in at.spans]
         conversation = Conversation(prompt=spec.prompt, answer=spec.answer, row=spec.row, turns=turns, seed=spec.seed)
+        closed = int(self._joined()["id"][-1]) in self._tools.chat.eos_ids
         try:
             outcome = await self._tools.environment.respond(conversation)
+            if isinstance(outcome, Done):
+                return False
+            ids = self._tools.chat.observation_ids(outcome.messages, turn_closed=closed)
         except EnvironmentFailed:
             raise
-        except Exception as error:  # an environment may be a user's code: whatever it raises is its failure, not ours
+        except Exception as error:  # an environment may be a user's code: whatever it raises or returns is its failure
             raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
-        if isinstance(outcome, Done):
-            return False
-        closed = int(self._joined()["id"][-1]) in self._tools.chat.eos_ids
-        ids = self._tools.chat.observation_ids(outcome.messages, turn_closed=closed)
         self._add(observed(ids, self._tools.engine.version))
         return True
 
-    async def _finish(self, reason: StopReason) -> None:
+    def _finished(self, reason: StopReason) -> Finish:
         at = self._standing()
         text = "\n".join(self._text(*span) for span in at.spans)
         new = self._take_unstored()
-        end = Finish(
+        return Finish(
             self.id, self.claim.epoch, self._length - len(new), new, stop_reason=reason, text=text, turns=len(at.spans)
         )
-        await self._commit(end)
 
-    async def _commit(self, write: Finish | Fail) -> None:
+    async def _commit(self, write: Finish | Fail | Die) -> None:
         (answer,) = self._tools.commits.put([write])
         result = await answer
         if isinstance(result, StaleEpochError):

@@ -1,10 +1,11 @@
 """What the rollout service and its engine process say to each other, over their socket pair."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from libs.common.messages import SubStage
+from libs.common.replay import ReplayedRollout
 from libs.common.tokens import PolicyVersion
 from services.rollout.engine import StopReason, TurnRequest
 
@@ -18,7 +19,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """
 
     kind: str
-    arguments: dict[str, Any]
+    replay: ReplayedRollout
     dtype: Literal["bfloat16", "float32"]
     max_context: int | None
     max_running: int
@@ -38,8 +39,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Stop these turns at the step boundary; what they have so far is handed over first."""
+    """Stop these turns at the step boundary; what they have so far is handed over first. ``number`` names the request."""
 
+    number: int
     keys: list[str]
 
 
@@ -90,9 +92,9 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """These turns are gone from the engine; everything they had was handed over before."""
+    """The turns of this request are gone from the engine; everything they had was handed over before."""
 
-    keys: list[str]
+    number: int
 
 
 class PolicySwitched(msgspec.Struct, frozen=True, tag=True):
