@@ -1,4 +1,4 @@
-"""Scorers in worker processes with a time limit: one that loops, crashes or eats the memory hurts its own sample only.
+"""Scorers in worker processes with a time limit: one that loops or crashes hurts its own sample only.
 
 Invariants: every call of :meth:`ScorerPool.score` gets exactly one verdict; a running scorer never outlives its limit by
 more than moments; at most ``workers`` samples are inside processes, the rest wait their turn unsent; workers die with this

@@ -13,11 +13,11 @@ from anyio.abc import TaskGroup
 from libs.common import messages as m
 from libs.common.bus import Delivery
 from libs.common.changes import Changes
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, Unreachable
 from libs.common.group_commit import GroupCommit
 from libs.common.service import Context
-from libs.common.store import Record, Score, TrajectoryId
 from libs.common.subjects import REWARD_CONSUMER
+from libs.common.trajectory import TERMINAL, Record, Score, TrajectoryId
 from libs.rewards.resolve import resolve
 from libs.rewards.score import Outcome, Verdict
 from services.reward.pool import ScorerPool
@@ -92,7 +92,7 @@ class RewardService:
     async def _settle(self, delivery: Delivery, event: m.TrajectoryFinished, record: Record) -> None:
         """Score a record unless it is settled already, tell its trainer, acknowledge."""
         try:
-            state = record.state
+            state: str = record.state
             if state == "finished":
                 verdict = await self._verdict(record)
                 if verdict is None:
@@ -102,16 +102,13 @@ class RewardService:
                     await delivery.retry(after_s=RETRY_S)
                     return
                 (answer,) = self._commits.put([Score(record.spec.id, verdict.reward, verdict.reason)])
-                await answer
-                state = "scored" if verdict.reward is not None else "failed"
-            await self._context.bus.publish(
-                m.following(
-                    event,
-                    m.TrajectorySettled,
-                    sender=self._context.instance,
-                    state="scored" if state == "scored" else "failed",
-                )
-            )
+                if await answer:
+                    state = "scored" if verdict.reward is not None else "failed"
+                else:  # another instance was first, and its verdict may differ
+                    (state,) = await self._context.store.states([record.spec.id])
+            if state in TERMINAL:
+                told = m.following(event, m.TrajectorySettled, sender=self._context.instance, state=state)
+                await self._context.bus.publish(told)
             await delivery.ack()
         finally:
             self._outstanding.discard(delivery)
@@ -122,6 +119,8 @@ class RewardService:
         try:
             pool = await self._pool(record.spec.id.job_uid)
             verdict = await pool.score(record.text, record.spec.answer, record.spec.row) if pool is not None else None
+        except Unreachable:  # no fault of the sample's
+            raise
         except JigsawError as error:
             return Verdict(Outcome.FAILED, None, f"the scorer can't be loaded: {error}")
         return verdict
@@ -132,9 +131,9 @@ class RewardService:
                 record = await (await self._context.bus.table(m.JobRecord)).get(job_uid)
                 if record is None or record.state is m.JobState.ENDED:
                     return None
-                settings, section = self._context.settings.reward, record.job.reward
-                scorer = resolve(section, allow=settings.allow, folders=settings.plugins, file=job_uid)
-                self._pools[job_uid] = ScorerPool(scorer, timeout_s=section.timeout_s, workers=settings.workers)
+                settings, section = self._context.settings, record.job.reward
+                scorer = resolve(section, allow=settings.plugins.allow, folders=settings.plugins.folders, file=job_uid)
+                self._pools[job_uid] = ScorerPool(scorer, timeout_s=section.timeout_s, workers=settings.reward.workers)
             return self._pools[job_uid]
 
     async def _keep_alive(self) -> None:

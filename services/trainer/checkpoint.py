@@ -4,7 +4,7 @@ How a directory becomes visible, and what survives a kill or a full disk, is :mo
 every file against the manifest before anything of it is used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from libs.common import manifest
 from libs.common.errors import JigsawError
-
-STATE = "state.msgpack"
+from services.trainer.checkpoints import STATE, read_state
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -58,37 +57,10 @@ def load(directory: Path) -> Checkpoint:
     Raises:
         JigsawError: there is none, or a file of it is missing, changed or unreadable.
     """
-    manifest.recover(directory)
-    manifest.verify(directory, contents=True)
+    state = read_state(directory)
     try:
         return Checkpoint(
-            tensors={path.stem: load_file(path) for path in sorted(directory.glob("*.safetensors"))},
-            state=msgspec.msgpack.decode((directory / STATE).read_bytes()),
+            tensors={path.stem: load_file(path) for path in sorted(directory.glob("*.safetensors"))}, state=state
         )
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+    except (OSError, SafetensorError) as error:
         raise JigsawError(f"{directory} can't be read: {error}") from error
-
-
-class Found(msgspec.Struct, frozen=True):
-    """What there is to resume from: nothing, or the first whole checkpoint, and why those before it weren't used."""
-
-    directory: Path | None = None
-    checkpoint: Checkpoint | None = None
-    passed_over: tuple[str, ...] = ()
-
-
-def load_first(directories: Sequence[Path]) -> Found:
-    """Read the first checkpoint that is whole.
-
-    Raises:
-        JigsawError: there are some, and none is: beginning anew would train again what was trained.
-    """
-    passed_over: list[str] = []
-    for directory in directories:
-        try:
-            return Found(directory, load(directory), tuple(passed_over))
-        except JigsawError as error:
-            passed_over.append(str(error))
-    if passed_over:
-        raise JigsawError(f"no checkpoint can be used: {'; '.join(passed_over)}")
-    return Found()

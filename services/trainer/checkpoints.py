@@ -1,14 +1,19 @@
-"""A job's checkpoints on disk: where they lie, which one to resume from, which ones to keep."""
+"""A job's checkpoints on disk: where they lie, which one to resume from, which ones to keep. Imports nothing heavy."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from libs.common import manifest
+from libs.common.errors import JigsawError
 
 PREFIX = "step-"
+STATE = "state.msgpack"
+
+C = TypeVar("C")
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -63,3 +68,43 @@ def droppable(kept: Sequence[Kept], *, keep_last: int, keep_best: int) -> list[i
     judged = sorted((item for item in kept if item.reward is not None), key=lambda item: (-(item.reward or 0.0), item.step))
     best = {item.step for item in judged[:keep_best]}
     return [item.step for item in kept if item.step not in newest | best]
+
+
+class Found(msgspec.Struct, Generic[C], frozen=True):
+    """What there is to resume from: nothing, or the first whole checkpoint, and why those before it weren't used."""
+
+    directory: Path | None = None
+    checkpoint: C | None = None
+    passed_over: tuple[str, ...] = ()
+
+
+def load_first(directories: Sequence[Path], load: Callable[[Path], C]) -> Found[C]:
+    """Read the first checkpoint that is whole: the first that ``load`` doesn't refuse with a JigsawError.
+
+    Raises:
+        JigsawError: there are some, and none is: beginning anew would train again what was trained.
+    """
+    passed_over: list[str] = []
+    for directory in directories:
+        try:
+            return Found(directory, load(directory), tuple(passed_over))
+        except JigsawError as error:
+            passed_over.append(str(error))
+    if passed_over:
+        raise JigsawError(f"no checkpoint can be used: {'; '.join(passed_over)}")
+    return Found()
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Verify a checkpoint, all its files included, and read its plain data.
+
+    Raises:
+        JigsawError: there is none, or a file of it is missing, changed or unreadable.
+    """
+    manifest.recover(directory)
+    manifest.verify(directory, contents=True)
+    try:
+        state: dict[str, Any] = msgspec.msgpack.decode((directory / STATE).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise JigsawError(f"{directory} can't be read: {error}") from error
+    return state

@@ -16,6 +16,9 @@ from libs.common.job import Job
 from services.trainer import wire
 from services.trainer.process import child_environment
 
+MODULES = {"torch": "services.trainer.training_process", "replay": "services.trainer.replay_process"}
+"""What runs in the process, by the job's ``train.engine``."""
+
 A = TypeVar("A")
 
 
@@ -46,13 +49,14 @@ class ComputeLink:
     async def start(
         cls,
         *,
+        engine: str,
         cores: Sequence[int],
         on_micro_batch: Callable[[wire.MicroBatchDone], None],
         log: FilteringBoundLogger,
     ) -> Self:
-        """Start a process on all of the device's cores; :meth:`load` is the first thing to ask of it."""
+        """Start a process for an ``engine`` on these cores; :meth:`load` is the first thing to ask of it."""
         child = await Child.start(
-            "services.trainer.training_process",
+            MODULES[engine],
             receives=wire.FROM_TRAINER,
             environment=child_environment(threads=len(cores)),
             cores=cores,

@@ -12,12 +12,15 @@ from structlog.typing import FilteringBoundLogger
 from libs.common import messages as m
 from libs.common.bus import Bus, Puller
 from libs.common.errors import JigsawError
-from libs.common.store import TERMINAL, Record, TrajectoryId, TrajectorySpec, TrajectoryStore
+from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import TERMINAL, Record, TrajectoryId, TrajectorySpec
 from services.trainer.job_data import JobData
 from services.trainer.steps import StepLedger
 
 RECONCILE_S = 3.0
+SECOND_LOOK_S = 1.0
+"""After a look that saw a lease run out: one that still has is then announced again."""
 QUIET_S = 15.0
 """A trajectory that nobody has claimed is announced again once nothing at all has come back for this long."""
 
@@ -28,6 +31,8 @@ class Gatherer:
     def __init__(self, *, bus: Bus, store: TrajectoryStore, job_uid: str, instance: str, log: FilteringBoundLogger) -> None:
         self._bus, self._store, self._uid, self._instance, self._log = bus, store, job_uid, instance, log
         self._specs: dict[TrajectoryId, TrajectorySpec] = {}
+        self._policy = PolicyVersion(0)
+        self._expired = set[TrajectoryId]()
         self._attempt = int(time.time() * 1000) % (1 << 40)  # announcements of an earlier life must not swallow ours
 
     async def gather(
@@ -41,19 +46,20 @@ class Gatherer:
         on_progress: Callable[[], None],
     ) -> None:
         """Issue ``groups`` and return when the ledger is complete, replacements included."""
-        self._specs = {}
-        await self._issue(ledger, groups, policy)
+        self._specs, self._policy = {}, policy
+        await self._issue(ledger, groups)
         heard_at = checked_at = time.monotonic()
         patience_s = QUIET_S
-        await self._reconcile(ledger, policy, quiet=False)  # after a restart most of it may be there already
+        await self._reconcile(ledger, quiet=False)  # after a restart most of it may be there already
         on_progress()
         while True:
             if replace := ledger.take_replaceable():
                 self._log.warning("groups_replaced", groups=replace, step=ledger.step)
-                await self._issue(ledger, data.training_groups(replace, step=ledger.step), policy)
-            if ledger.complete:
+                await self._issue(ledger, data.training_groups(replace, step=ledger.step))
+            if ledger.complete and not await self._reopened(ledger):
                 return
-            deliveries = await settled.fetch(256, wait_s=RECONCILE_S)
+            look_s = SECOND_LOOK_S if self._expired else RECONCILE_S
+            deliveries = await settled.fetch(256, wait_s=look_s)
             for delivery in deliveries:
                 event = delivery.message
                 if isinstance(event, m.TrajectorySettled):
@@ -61,11 +67,11 @@ class Gatherer:
                 await delivery.ack()
             now = time.monotonic()
             if deliveries:
-                heard_at = now
+                heard_at, patience_s = now, QUIET_S
                 on_progress()
-            if now - checked_at >= RECONCILE_S:
+            if now - checked_at >= look_s:
                 quiet = now - heard_at >= patience_s
-                await self._reconcile(ledger, policy, quiet=quiet)
+                await self._reconcile(ledger, quiet=quiet)
                 checked_at = now
                 if quiet:  # perhaps everyone is busy with long ones: ask less and less often
                     heard_at, patience_s = now, 2 * patience_s
@@ -82,7 +88,7 @@ class Gatherer:
             raise JigsawError(f"{len(ids) - len(records)} trajectories of a complete step are missing from the store")
         return records
 
-    async def _issue(self, ledger: StepLedger, groups: Sequence[Sequence[TrajectorySpec]], policy: PolicyVersion) -> None:
+    async def _issue(self, ledger: StepLedger, groups: Sequence[Sequence[TrajectorySpec]]) -> None:
         for group in groups:
             ledger.issue(group[0].id.group, purpose=group[0].purpose, samples=len(group))
         specs = [spec for group in groups for spec in group]
@@ -90,34 +96,50 @@ class Gatherer:
         created = await self._store.create(specs)
         if created < len(specs):
             self._log.info("records_found", records=len(specs) - created, step=ledger.step)
-        await self._announce([spec.id for spec in specs], ledger.step, policy)
+        await self._announce([spec.id for spec in specs], ledger.step)
 
-    async def _announce(self, ids: Sequence[TrajectoryId], step: int, policy: PolicyVersion) -> None:
-        await self._tell(m.StartRollout, ids, step, policy=policy)
+    async def _announce(self, ids: Sequence[TrajectoryId], step: int) -> None:
+        await self._tell(m.StartRollout, ids, step, policy=self._policy)
 
     async def _tell(self, kind: type[m.TrajectoryNews], ids: Sequence[TrajectoryId], step: int, **more: Any) -> None:
         self._attempt += 1
         about = {"sender": self._instance, "job_uid": self._uid, "step": step, "attempt": self._attempt, **more}
         await self._bus.publish_all([kind(group=id.group, sample=id.sample, **about) for id in ids])
 
-    async def _reconcile(self, ledger: StepLedger, policy: PolicyVersion, *, quiet: bool) -> None:
+    async def _reopened(self, ledger: StepLedger) -> bool:
+        """Make sure that the store has what messages told: after a crash it may have lost its last second."""
+        ids = [TrajectoryId(self._uid, group, sample) for group, sample in ledger.present()]
+        lost = [id for id, state in zip(ids, await self._store.states(ids), strict=True) if state not in TERMINAL]
+        for id in lost:
+            ledger.reopen(id.group, id.sample)
+        if lost:
+            self._log.warning("settled_records_lost", records=len(lost), step=ledger.step)
+            await self._reconcile(ledger, quiet=True)
+        return bool(lost)
+
+    async def _reconcile(self, ledger: StepLedger, *, quiet: bool) -> None:
         """Ask the store about what is missing; announce again what nobody seems to work on."""
         missing = [TrajectoryId(self._uid, group, sample) for group, sample in ledger.missing()]
-        unclaimed, unscored, lost = [], [], list[TrajectorySpec]()
+        unclaimed, unscored, lost, expired = [], [], list[TrajectorySpec](), set[TrajectoryId]()
         for id, state in zip(missing, await self._store.states(missing), strict=True):
             if state == "gone":
                 lost.append(self._specs[id])
             elif state in TERMINAL:
                 ledger.settle(id.group, id.sample, "scored" if state == "scored" else "failed")
-            elif state == "expired" or (state == "pending" and quiet):
+            elif state == "expired":
+                expired.add(id)
+            elif state == "pending" and quiet:
                 unclaimed.append(id)
             elif state == "finished" and quiet:
                 unscored.append(id)
+        # Its worker may only have been cut off for a moment, as the store may have been: it may renew until the next look.
+        unclaimed += sorted(expired & self._expired)
+        self._expired = expired
         if lost:  # the store lost its last second, or all of it
             self._log.warning("records_lost", records=len(lost), step=ledger.step)
             await self._store.create(lost)
             unclaimed += [spec.id for spec in lost]
         if unclaimed:
             self._log.info("announced_again", trajectories=len(unclaimed), step=ledger.step)
-            await self._announce(unclaimed, ledger.step, policy)
+            await self._announce(unclaimed, ledger.step)
         await self._tell(m.TrajectoryFinished, unscored, ledger.step)

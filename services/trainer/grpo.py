@@ -46,6 +46,10 @@ class TokenLoss(msgspec.Struct, frozen=True):
     clipped_M: torch.Tensor
 
 
+EQUAL = 1e-9
+"""Rewards closer than this are equal: they differ by how they were summed, and normalising would make that the signal."""
+
+
 def advantages(rewards_G: Sequence[float | None], *, normalise: Literal["std", "none"]) -> npt.NDArray[np.float64]:
     """Group-relative advantages of one prompt's samples.
 
@@ -56,20 +60,17 @@ def advantages(rewards_G: Sequence[float | None], *, normalise: Literal["std", "
         rewards_G: one per sample; None, NaN or infinite for a sample that isn't valid.
 
     Returns:
-        One per sample; 0 for samples that aren't valid, and exactly 0 for all if the valid ones are equal or fewer than 2.
+        One per sample; 0 for samples that aren't valid, and exactly 0 for all if the valid ones are equal (to within
+        ``EQUAL``, relative to the largest above 1) or fewer than 2.
     """
     rewards = np.array([math.nan if reward is None else reward for reward in rewards_G], np.float64)
     valid = np.isfinite(rewards)
     result = np.zeros(len(rewards))
     kept = rewards[valid]
-    if len(kept) < 2 or (kept == kept[0]).all():
+    if len(kept) < 2 or np.ptp(kept) <= EQUAL * max(1.0, float(np.abs(kept).max())):
         return result
     centred = kept - kept.mean()
-    deviation = centred.std(ddof=1)
-    if normalise == "std":
-        # rewards can differ by so little that the deviation underflows; the sample values carry no signal then
-        centred = centred / deviation if deviation > 0 else np.zeros_like(centred)
-    result[valid] = centred
+    result[valid] = centred / centred.std(ddof=1) if normalise == "std" else centred
     return result
 
 

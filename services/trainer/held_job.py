@@ -3,7 +3,7 @@
 import anyio
 
 from libs.common import messages as m
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, Unreachable
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
 from services.trainer import wire
@@ -12,7 +12,11 @@ from services.trainer.job_trainer import JobTrainer
 from services.trainer.publication import Publication, Superseded
 
 LIVES = 3
-"""Training processes that may die in a row without a step between them before the job fails."""
+"""Training processes that may die in a row, none getting further than those before it, before the job fails."""
+
+
+SUPERSEDED_S = 5.0
+"""A job that somebody else holds is begun anew after this, if it is still allocated here: the store had lost its holder."""
 
 
 class HeldJob:
@@ -43,22 +47,36 @@ class HeldJob:
         """Cut the step loop short."""
         self._scope.cancel()
 
-    async def run(self) -> None:
-        """Until the job has ended, or :meth:`stop`."""
-        try:
-            with self._scope:
+    async def run(self) -> bool:
+        """Until the job has ended, or :meth:`stop`; whether it may have to be begun anew.
+
+        Raises:
+            Unreachable: bus or store are away for too long.
+        """
+        superseded = False
+        with self._scope:
+            try:
                 await self._context.bus.publish(await self._outcome())
-        except Superseded as reason:
-            self._log.warning("superseded", reason=str(reason))
+            except Superseded as reason:
+                superseded = True
+                self._log.warning("superseded", reason=str(reason))
+                await anyio.sleep(SUPERSEDED_S)
         if self._scope.cancelled_caught:
             self._log.info("job_given_up")
+        return superseded
 
     async def _apply(self) -> None:
         if self._compute is not None and self._allocation is not None:
             await self._compute.set_units(self._allocation.units, revision=self._allocation.revision)
 
+    def _cores(self) -> list[int]:
+        """Where a new process loads: on what is allocated, so that it disturbs nobody; on one core while that is nothing."""
+        cores = self._context.settings.device.cores
+        units = self._allocation.units if self._allocation else ()
+        return [cores[unit] for unit in units] or cores[:1]
+
     async def _outcome(self) -> m.TrainingEnded:
-        deaths, reached = 0, 0
+        deaths, furthest = 0, -1
         outcome, reason = m.Outcome.FAILED, ""
         while deaths < LIVES:
             try:
@@ -66,10 +84,10 @@ class HeldJob:
                 outcome, reason = m.Outcome.SUCCEEDED, ""
                 break
             except ComputeLost as lost:
-                deaths = deaths + 1 if self._step == reached else 1
-                reached, reason = self._step, str(lost)
+                deaths = 1 if self._step > furthest else deaths + 1
+                furthest, reason = max(furthest, self._step), str(lost)
                 self._log.warning("training_process_lost", reason=reason, deaths=deaths)
-            except Superseded:
+            except (Superseded, Unreachable):  # no fault of the job's: it goes on elsewhere, or after a restart
                 raise
             except (ComputeFailed, JigsawError) as failed:
                 reason = str(failed)
@@ -82,20 +100,18 @@ class HeldJob:
         def report(done: wire.MicroBatchDone) -> None:
             tasks.start_soon(self._report, trainer.step, done)
 
-        cores = self._context.settings.device.cores
         uid = self._record.job_uid
         failure: JigsawError | None = None
+        incarnation = await self._context.store.hold_job(
+            uid, owner=self._context.instance
+        )  # before there is a process to end
         async with anyio.create_task_group() as tasks:
-            compute = await ComputeLink.start(cores=cores, on_micro_batch=report, log=self._context.log)
+            compute = await ComputeLink.start(
+                engine=self._record.job.train.engine, cores=self._cores(), on_micro_batch=report, log=self._context.log
+            )
             tasks.start_soon(compute.run)
             self._compute = compute
-            publication = Publication(
-                self._context,
-                uid,
-                incarnation=await self._context.store.hold_job(uid, owner=self._context.instance),
-                compute=compute,
-                policies=self._policies,
-            )
+            publication = Publication(self._context, uid, incarnation=incarnation, compute=compute, policies=self._policies)
             trainer = JobTrainer(self._context, self._record, compute=compute, publication=publication)
             try:
                 await self._apply()

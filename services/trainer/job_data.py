@@ -11,7 +11,7 @@ import msgspec
 
 from libs.common.chat import ChatTokenizer
 from libs.common.job import DataSection, Job
-from libs.common.store import TrajectoryId, TrajectorySpec
+from libs.common.trajectory import TrajectoryId, TrajectorySpec
 from libs.datasets.cursor import Cursor, CursorState
 from libs.datasets.load import load
 from libs.datasets.prompts import Prompt, render_all

@@ -23,9 +23,9 @@ from libs.common.job import DataSection, Job
 from libs.common.messages import Phase
 from libs.common.models import context_length, resolve_model
 from libs.common.service import Context
-from libs.common.store import Record
 from libs.common.tables import Table
 from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import Record
 from libs.environments.registry import make_environment
 from services.trainer import wire
 from services.trainer.compute_link import ComputeLink
@@ -114,7 +114,7 @@ class JobTrainer:
         return msgspec.structs.replace(job, data=data, eval=evaluation)
 
     async def _load_data(self, model: Path) -> JobData:
-        environment = make_environment(self._job.environment, allow=self._context.settings.reward.allow)
+        environment = make_environment(self._job.environment, allow=self._context.settings.plugins.allow)
         max_context = self._job.model.max_context or context_length(model)
 
         def load() -> JobData:
@@ -310,7 +310,7 @@ class JobTrainer:
             steps=self._job.train.steps,
             settled=settled,
             expected=expected,
-            history=self._history,
+            history=self._history.abridged(),
             artifacts={
                 "model": str(self._folder / "model"),
                 "tensorboard": str(self._folder / "tensorboard"),

@@ -23,22 +23,10 @@ from services.trainer.model import Policy
 from services.trainer.process import usable_cores
 from services.trainer.schedule import learning_rate
 from services.trainer.tally import Tally
+from services.trainer.wire import MicroBatchDone
 
 MAX_BAD_UPDATES = 3
 """Updates in a row without a finite gradient after which a job fails."""
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """Where a step is: forward passes done and to do, and what the last one computed.
-
-    Attributes:
-        tokens: of the last micro-batch's forward pass. seconds: that it took.
-    """
-
-    done: int
-    total: int
-    tokens: int
-    seconds: float
 
 
 class _Old(msgspec.Struct, frozen=True):
@@ -107,7 +95,7 @@ class Learner:
         torch.set_num_threads(max(1, min(count, usable_cores())))
 
     def train(
-        self, step: int, groups: Sequence[Group], *, on_micro_batch: Callable[[Progress], None] | None = None
+        self, step: int, groups: Sequence[Group], *, on_micro_batch: Callable[[MicroBatchDone], None] | None = None
     ) -> dict[str, float]:
         """Make the updates of one step and return its metrics.
 
@@ -291,7 +279,7 @@ class Learner:
 class _Meter:
     """Counts a step's forward passes and reports each."""
 
-    def __init__(self, *, total: int, report: Callable[[Progress], None] | None) -> None:
+    def __init__(self, *, total: int, report: Callable[[MicroBatchDone], None] | None) -> None:
         self.tokens = 0
         self._done, self._total, self._report = 0, total, report
         self._last = time.perf_counter()
@@ -302,5 +290,5 @@ class _Meter:
         self.tokens += batch.tokens
         if self._report is not None:
             seconds = time.perf_counter() - self._last
-            self._report(Progress(done=self._done, total=self._total, tokens=batch.tokens, seconds=seconds))
+            self._report(MicroBatchDone(self._done, self._total, batch.tokens, seconds))
         self._last = time.perf_counter()

@@ -18,12 +18,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from libs.common.errors import ModelError
-from libs.common.manifest import MANIFEST
 from services.trainer import attention
 from services.trainer.batches import MicroBatch
 from services.trainer.head import HeadGradient, Scores, Slope, score
-
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack"})
+from services.trainer.model_files import companions
 
 
 class Policy:
@@ -165,9 +163,8 @@ class Policy:
 
     def write_companions(self, directory: Path, *, dtype: torch.dtype = torch.float32) -> None:
         """What makes weights of this ``dtype`` a model that others load: config, tokenizer and generation settings."""
-        for source in self.directory.iterdir():
-            ours = source.name in ("config.json", MANIFEST) or {*source.suffixes} & WEIGHT_SUFFIXES
-            if source.is_file() and not ours:
+        for source in companions(self.directory):
+            if source.name != "config.json":
                 shutil.copyfile(source, directory / source.name)
         config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)

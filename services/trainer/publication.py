@@ -16,8 +16,8 @@ from libs.common.errors import JigsawError, StaleEpochError
 from libs.common.job import TrainSection
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
-from libs.common.store import TrajectoryId
 from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import TrajectoryId
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.compute_link import ComputeLink
 
@@ -66,8 +66,9 @@ class Publication:
             raise Superseded(f"job {self._uid} is held by another trainer")
         if not await table.swap(self._uid, published, expected_revision=current.revision if current else 0):
             raise Superseded(f"job {self._uid}: the policy pointer was moved by another trainer")
-        keep = [version] if before is None else [version, before.version]  # engines may still be loading the one before
-        await anyio.to_thread.run_sync(lambda: self._policies.prune(self._uid, keep=keep))
+        # Engines may still be loading the one before; newer ones are a successor's, if this trainer was frozen just now.
+        oldest = version if before is None else before.version
+        await anyio.to_thread.run_sync(lambda: self._policies.prune(self._uid, before=oldest))
         return version
 
     def retain(self, ids: Sequence[TrajectoryId]) -> None:

@@ -13,7 +13,16 @@ import msgspec
 
 from libs.common.errors import JigsawError
 from libs.common.samples import SampleLine, write_samples
-from libs.common.store import Record
+from libs.common.trajectory import Record
+
+
+class _StepOf(msgspec.Struct, frozen=True):
+    """What is needed of a line of numbers to tell where it belongs."""
+
+    step: int
+
+
+_STEP_OF = msgspec.json.Decoder(_StepOf)
 
 
 class RunLog:
@@ -83,9 +92,18 @@ def _writable(folder: Path) -> Iterator[None]:
 
 def _forget_steps(path: Path, start: int) -> None:
     """Leave out of a log of numbers what an earlier life wrote of steps that are done again from ``start`` on."""
-    if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join(line for line in lines if msgspec.json.decode(line)["step"] < start))
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if _STEP_OF.decode(line).step < start:
+                kept.append(line)
+        except msgspec.MsgspecError:
+            continue  # a power cut left half a line
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_bytes(b"".join(kept))
+    aside.replace(path)
 
 
 def _line(record: Record) -> SampleLine:

@@ -58,6 +58,10 @@ class StepLedger:
         if issued is not None and sample < issued.samples:
             issued.settled.setdefault(sample, state)
 
+    def reopen(self, group: int, sample: int) -> None:
+        """A sample isn't settled after all: the store, which alone knows, has lost that."""
+        self._groups[group].settled.pop(sample, None)
+
     def take_replaceable(self) -> int:
         """How many training groups have just turned out useless and may be replaced; each is counted once."""
         count = 0
@@ -73,6 +77,10 @@ class StepLedger:
     def complete(self) -> bool:
         """Everything has come back."""
         return all(issued.complete for issued in self._groups.values())
+
+    def present(self) -> list[tuple[int, int]]:
+        """(group, sample) of everything that has come back."""
+        return [(issued.group, sample) for issued in self._groups.values() for sample in sorted(issued.settled)]
 
     def missing(self) -> list[tuple[int, int]]:
         """(group, sample) of everything that hasn't come back."""

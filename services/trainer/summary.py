@@ -9,11 +9,21 @@ import msgspec
 import numpy as np
 
 from libs.common.history import History
-from libs.common.store import Record
+from libs.common.trajectory import Record
+
+
+class Durability(msgspec.Struct, frozen=True):
+    """What it took to get a step's samples, failed ones included; fields as in :class:`~libs.common.history.History`."""
+
+    retries: int
+    deaths: int
+    resumes: int
+    moves: int
+    recomputed_tokens: int
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """What one step's scored samples look like.
+    """What one step's scored samples look like, and what it took to get them.
 
     Attributes:
         rewards, lengths: per sample; lengths in sampled and observed tokens. truncated: share cut off.
@@ -24,11 +34,13 @@ class StepSummary(msgspec.Struct, frozen=True):
     lengths: list[int]
     truncated: float
     mixed: float
+    durability: Durability
 
     def metrics(self) -> dict[str, float]:
         """By TensorBoard name."""
+        durability = {f"durability/{name}": float(count) for name, count in msgspec.structs.asdict(self.durability).items()}
         if not self.rewards:
-            return {}
+            return durability
         rewards, lengths = np.array(self.rewards), np.array(self.lengths)
         return {
             "reward/mean": float(rewards.mean()),
@@ -38,6 +50,7 @@ class StepSummary(msgspec.Struct, frozen=True):
             "response_length/max": float(lengths.max()),
             "response_length/min": float(lengths.min()),
             "response_length/truncated": self.truncated,
+            **durability,
         }
 
 
@@ -55,6 +68,17 @@ def summarise(groups: Sequence[Sequence[Record]]) -> StepSummary:
         lengths=[len(record.tokens) for record in flat],
         truncated=sum(cut) / len(cut) if cut else 0.0,
         mixed=sum(mixed) / len(mixed) if mixed else 0.0,
+        durability=_durability([record for group in groups for record in group]),
+    )
+
+
+def _durability(records: Sequence[Record]) -> Durability:
+    return Durability(
+        retries=sum(record.failures for record in records),
+        deaths=sum(record.deaths for record in records),
+        resumes=sum(record.resumes for record in records),
+        moves=sum(record.moves for record in records),
+        recomputed_tokens=sum(record.recomputed for record in records),
     )
 
 
@@ -62,11 +86,15 @@ def account(history: History, groups: Sequence[Sequence[Record]]) -> StepSummary
     """Add a step's training samples to the history; returns their summary."""
     summary = summarise(groups)
     flat = [record for group in groups for record in group]
-    history.rewards.append(sum(summary.rewards) / len(summary.rewards) if summary.rewards else 0.0)
+    history.rewarded(sum(summary.rewards) / len(summary.rewards) if summary.rewards else 0.0)
     history.tokens += token_count(flat)
     history.failed += sum(record.state == "failed" for record in flat)
     history.truncated += sum(record.stop_reason in TRUNCATED_BY for record in flat)
-    history.retries += sum(record.attempts - 1 for record in flat if record.attempts > 1)
+    history.retries += summary.durability.retries
+    history.deaths += summary.durability.deaths
+    history.resumes += summary.durability.resumes
+    history.moves += summary.durability.moves
+    history.recomputed_tokens += summary.durability.recomputed_tokens
     return summary
 
 

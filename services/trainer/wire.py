@@ -83,7 +83,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class MicroBatchDone(msgspec.Struct, frozen=True, tag=True):
-    """``done`` of ``total`` micro-batches of a step."""
+    """``done`` of ``total`` micro-batches of a step; the last one computed ``tokens`` in ``seconds``."""
 
     done: int
     total: int
