@@ -13,8 +13,12 @@ from services.scheduler.view import View
 Allocations = dict[tuple[str, str], m.Allocation]
 
 
-def complete(plan: Plan, view: View, *, sender: str, revision: int) -> Allocations:
-    """The allocations that a plan means, by (instance, job); one that stays as it is keeps its revision."""
+def complete(plan: Plan, view: View, *, sender: str, revision: int, since: int = 0) -> Allocations:
+    """The allocations that a plan means, by (instance, job); one that stays as it is keeps its revision.
+
+    One from before revision ``since`` gets a new one all the same: a scheduler that led then may yet have its last word, and
+    it must not be the newest.
+    """
     memory = _memory(plan, view)
     limits = _running_limits(plan, view)
     after: Allocations = {}
@@ -30,7 +34,8 @@ def complete(plan: Plan, view: View, *, sender: str, revision: int) -> Allocatio
             revision=revision,
         )
         old = view.allocations.get(key)
-        after[key] = old if old is not None and _content(old) == _content(new) else new
+        kept = old is not None and old.revision >= since and _content(old) == _content(new)
+        after[key] = old if old is not None and kept else new
     return after
 
 

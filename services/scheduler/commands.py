@@ -4,6 +4,9 @@ import msgspec
 
 from libs.common import messages as m
 
+REFUSED = "decision_refused"
+"""The note of a plan that broke a rule: a bug in a policy, whose plan hasn't taken effect."""
+
 
 class PutJob(msgspec.Struct, frozen=True):
     """Make a job's record visible."""

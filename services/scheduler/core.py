@@ -13,6 +13,7 @@ from typing import assert_never
 import msgspec
 
 from libs.common import messages as m
+from libs.common.errors import RuleViolation
 from services.scheduler import commands as c
 from services.scheduler import events as e
 from services.scheduler.allocations import Allocations, by_device, changes, complete
@@ -23,6 +24,9 @@ from services.scheduler.rules import Proposal, check
 from services.scheduler.telemetry import Telemetry, does_work
 from services.scheduler.view import View
 from services.scheduler.workers import Workers
+
+REVISIONS_PER_TERM = 10**9
+"""A term's revisions begin at its number times this, so that they can be read: 3000000017 is the 17th of the third term."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,22 +61,26 @@ class Scheduler:
         self._sweeps: dict[str, float] = {}
         self._allocations: Allocations = {}
         self._submitted = 0
-        self._revision = 0
+        self._first_revision = self._revision = 0
         self._news: list[str] = []
 
     def handle(self, event: e.Event, now: float) -> list[c.Command]:
         """Take one event in, at wall-clock time ``now`` (s); returns what to do about it, in order.
 
+        A plan that breaks a rule is a bug in a policy: it is noted, and what was in force stays so.
+
         Raises:
-            TransitionError: a job can't go where the event says.
-            RuleViolation: the policy's plan breaks a rule; nothing of it has taken effect.
+            TransitionError: a job can't go where the event says; nothing has changed.
         """
         self._clock.advance(now)
         self._news.clear()
         held = self._allocations
         done = self._take(event, now)
         if self._news:
-            done += self._decide(held, now)
+            try:
+                done += self._decide(held, now)
+            except RuleViolation as error:
+                done.append(c.Note(c.REFUSED, {"reason": str(error)}))
         return done
 
     @property
@@ -90,7 +98,9 @@ class Scheduler:
             case e.TrainingFinished():
                 return self._finish(event, now)
             case e.WorkerSeen(worker=worker):
-                return self._see(worker, now)
+                if self._workers.seen(worker, self._now_s):
+                    self._news.append(f"{worker.sender} {'drains' if worker.draining else 'is here'}")
+                return []
             case e.WorkerLeft(instance=instance):
                 self._lose(instance, "left")
                 return []
@@ -122,7 +132,8 @@ class Scheduler:
         for worker in event.workers:
             self._workers.seen(worker, self._now_s)
             seen += worker.revisions.values()
-        self._revision = max([self._revision, *seen])
+        self._first_revision = event.term * REVISIONS_PER_TERM
+        self._revision = max([self._first_revision, *seen])
         for progress in event.progress:
             done += self._progress(progress)
         for ended in event.ended:
@@ -174,22 +185,6 @@ class Scheduler:
             self._news.append(f"{entry.uid} enters {progress.phase}")
         return []
 
-    def _see(self, worker: m.Worker, now: float) -> list[c.Command]:
-        """Note a worker's presence; a job that none of its rollout workers can compute ends."""
-        if not self._workers.seen(worker, self._now_s):
-            return []
-        self._news.append(f"{worker.sender} {'drains' if worker.draining else 'is here'}")
-        done: list[c.Command] = []
-        for uid, reason in worker.broken.items():
-            holders = [instance for instance, held in self._allocations if held == uid and self._rolls_out(instance)]
-            if uid in self._jobs and all(self._workers.broken(instance, uid) for instance in holders):
-                done += self._end(uid, m.Outcome.FAILED, reason=f"no rollout worker can run it: {reason}", now=now)
-        return done
-
-    def _rolls_out(self, instance: str) -> bool:
-        worker = self._workers.views().get(instance)
-        return worker is not None and worker.role is m.Role.ROLLOUT
-
     def _lose(self, instance: str, how: str) -> None:
         if self._workers.left(instance):
             self._telemetry.forget(instance=instance)
@@ -213,10 +208,23 @@ class Scheduler:
         """Why a job is to fail now, or ""."""
         missing = [role for role in m.Role if not self._workers.has(role)]
         entry.is_alone(entry.running and bool(missing), self._now_s)
+        if reason := self._broken(entry.uid):
+            return f"no worker can run it: {reason}"
         if entry.alone_since_s is not None and self._now_s - entry.alone_since_s > self._limits.no_worker_s:
             return f"no {' and no '.join(missing)} worker for {self._limits.no_worker_s:.0f} s"
-        if entry.quiet_since_s is not None and self._now_s - entry.quiet_since_s > self._limits.stall_s:
-            return f"no progress for {self._limits.stall_s:.0f} s in {entry.phase}"
+        patience_s = entry.patience_s(self._limits.stall_s)
+        if entry.quiet_since_s is not None and self._now_s - entry.quiet_since_s > patience_s:
+            return f"no progress for {patience_s:.0f} s in {entry.phase}"
+        return ""
+
+    def _broken(self, uid: str) -> str:
+        """Why nobody who holds a job in one of the roles can compute it, or ""."""
+        workers = self._workers.views()
+        holders = [workers[instance] for instance, held in self._allocations if held == uid and instance in workers]
+        for role in m.Role:
+            reasons = [self._workers.broken(holder.instance, uid) for holder in holders if holder.role is role]
+            if reasons and all(reasons):
+                return reasons[0]
         return ""
 
     # --- a job's end -----------------------------------------------------------------------------------------------
@@ -266,7 +274,7 @@ class Scheduler:
         view = self.view()
         plan = self._policy.decide(view)
         revision = self._revision + 1
-        after = complete(plan, view, sender=self._instance, revision=revision)
+        after = complete(plan, view, sender=self._instance, revision=revision, since=self._first_revision)
         check(Proposal(view, plan, after, revision))
         done = self._place(plan)
         moves = changes(self._allocations, after)

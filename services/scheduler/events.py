@@ -13,9 +13,11 @@ class StateRestored(msgspec.Struct, frozen=True, kw_only=True):
     """What an earlier scheduler left behind; the first event of a scheduler's life.
 
     Attributes:
+        term: of this scheduler's leadership; its revisions are higher than those of any term before it.
         ended: terminal events already published of jobs whose record doesn't say so yet: the ending was cut short.
     """
 
+    term: int = 0
     jobs: tuple[m.JobRecord, ...] = ()
     allocations: tuple[m.Allocation, ...] = ()
     progress: tuple[m.JobProgress, ...] = ()

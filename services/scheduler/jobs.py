@@ -106,6 +106,13 @@ class JobEntry:
         elif self.quiet_since_s is None:
             self.quiet_since_s = steady_s
 
+    def patience_s(self, stall_s: float) -> float:
+        """For how long it may be silent: at least as long as one of its trajectories may wait for a tool, and be scored."""
+        job = self.record.job
+        if self.phase is m.Phase.ROLLOUT:
+            return max(stall_s, job.rollout.deadline_s + job.reward.timeout_s)
+        return stall_s
+
     def is_alone(self, alone: bool, steady_s: float) -> None:
         """Start, keep or stop the clock of its loneliness."""
         if not alone:
@@ -121,7 +128,6 @@ class JobEntry:
             state=self.record.state,
             order=self.order,
             priority=job.schedule.priority,
-            weight=job.schedule.weight,
             phase=self.phase if trainer_usable else m.Phase.STARTING,
             granted_phase=self.granted_phase,
             begun=self.begun,

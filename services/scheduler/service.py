@@ -2,7 +2,8 @@
 
 Sources turn what they hear into events on one bounded stream; one consumer hands them to the core in order and carries the
 commands out in order. A jobs message is acknowledged when everything that follows from it has been done, so one that was
-cut short comes again. All state is rebuilt from KV at the start; losing the process loses nothing.
+cut short comes again. All state is rebuilt from KV at the start; losing the process loses nothing. Of several schedulers one
+leads, the others stand by: :mod:`services.scheduler.leadership`.
 """
 
 import re
@@ -11,26 +12,24 @@ from typing import Self, assert_never
 import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from nats.errors import Error as NatsError
-from redis.exceptions import RedisError
 
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Delivery
-from libs.common.errors import RuleViolation, TransitionError
+from libs.common.errors import TransitionError
 from libs.common.service import Context, now
 from libs.common.tables import Table
 from services.scheduler import commands as c
 from services.scheduler import events as e
 from services.scheduler.core import Limits, Scheduler
+from services.scheduler.leadership import Leadership
 from services.scheduler.policies.registry import policy_named
 
 TICK_S = 1.0
 EVENTS_WAITING = 1024
 PULL_AT_ONCE = 64
-PULL_WAIT_S = 1.0
-PATIENCE_S = 20.0
-"""How long an effect is retried while bus or store don't answer; less than a jobs message's redelivery time."""
+PULL_WAIT_S = 0.5
+"""Also how long a standby waits at most for a leader that ends in order."""
 
 _JOB_UID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -66,14 +65,54 @@ class Tables(msgspec.Struct, frozen=True):
 
 
 async def serve(context: Context) -> None:
-    """Body of the service: returns after the events that had come in before ``context.stopping`` are dealt with."""
+    """Body of the service: stands by until it leads, then leads until ``context.stopping`` or until it is deposed.
+
+    Raises:
+        Deposed: another leads now, or might; the process ends, and comes back as a standby.
+    """
+    leadership = Leadership(
+        await context.bus.table(m.Leadership),
+        instance=context.instance,
+        lease_s=context.settings.scheduler.lease_s,
+        log=context.log,
+    )
+    term = await _term(leadership, context.stopping)
+    if term is None:
+        return
+    try:
+        with context.bus.only_while(leadership.require):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(leadership.keep)
+                await lead(context, leadership, term)
+                tasks.cancel_scope.cancel()
+    finally:
+        await leadership.release()
+
+
+async def _term(leadership: Leadership, stopping: anyio.Event) -> int | None:
+    """Stand by; the term in which this scheduler leads, or None if the service is to stop before that."""
+    term = None
+    async with anyio.create_task_group() as tasks:
+
+        async def give_up() -> None:
+            await stopping.wait()
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(give_up)
+        term = await leadership.take()
+        tasks.cancel_scope.cancel()
+    return term
+
+
+async def lead(context: Context, leadership: Leadership, term: int) -> None:
+    """Schedule; returns after the events that had come in before ``context.stopping`` are dealt with."""
     settings = context.settings
     policy = policy_named(settings.scheduler.policy)
     scheduler = Scheduler(instance=context.instance, policy=policy, limits=Limits(worker_lost_s=settings.worker_lost_s))
     tables = await Tables.open(context)
     await context.bus.ensure_job_queue(subjects.SCHEDULER_CONSUMER)
-    effects = Effects(context, tables)
-    await effects.carry_out(scheduler.handle(await restored(context, tables), now()))
+    effects = Effects(context, tables, leadership)
+    await effects.carry_out(scheduler.handle(await restored(context, tables, term), now()))
     context.log.info("scheduling", policy=policy.name)
     sink, events = anyio.create_memory_object_stream[Inbound](EVENTS_WAITING)
     async with anyio.create_task_group() as tasks:
@@ -81,12 +120,13 @@ async def serve(context: Context) -> None:
         await consume(context, scheduler, effects=effects, events=events)
 
 
-async def restored(context: Context, tables: Tables) -> e.StateRestored:
+async def restored(context: Context, tables: Tables, term: int) -> e.StateRestored:
     """What is known of the world from KV, and of endings that were cut short from the stream of terminal events."""
     records = await tables.jobs.all()
     alive = [uid for uid, record in records.items() if record.state is not m.JobState.ENDED]
     ended = [message for uid in alive for message in await context.bus.history(m.JobEnded, job_uid=uid)]
     return e.StateRestored(
+        term=term,
         jobs=tuple(records.values()),
         allocations=tuple((await tables.allocations.all()).values()),
         progress=tuple((await tables.progress.all()).values()),
@@ -116,8 +156,6 @@ async def consume(
                 todo = scheduler.handle(inbound.event, now())
             except TransitionError as error:
                 await effects.refuse(inbound, str(error))
-            except RuleViolation as error:  # a bug, but one that must not take the decisions in force down with it
-                context.log.error("decision_refused", reason=str(error))
             else:
                 await effects.carry_out(todo)
             if inbound.delivery is not None:
@@ -125,30 +163,23 @@ async def consume(
 
 
 class Effects:
-    """Carries commands out."""
+    """Carries commands out, as long as this scheduler leads: the bus asks before every attempt of what goes over it."""
 
-    def __init__(self, context: Context, tables: Tables) -> None:
+    def __init__(self, context: Context, tables: Tables, leadership: Leadership) -> None:
+        self._leadership = leadership
         self._bus, self._store, self._log = context.bus, context.store, context.log
         self._instance, self._tables = context.instance, tables
 
     async def carry_out(self, commands: list[c.Command]) -> None:
-        """In order; each is retried for a while if bus or store don't answer.
+        """In order.
 
         Raises:
-            NatsError, RedisError: they still don't; the process ends, and begins again from what is stored.
+            Deposed: this scheduler leads no longer.
+            Unreachable: bus or store don't answer; the process ends, and begins again from what is stored.
         """
+        self._leadership.require()  # also where there is nothing to do: the event is acknowledged next
         for command in commands:
-            deadline = anyio.current_time() + PATIENCE_S
-            while True:
-                try:
-                    await self._do(command)
-                    break
-                except (NatsError, RedisError) as error:
-                    if anyio.current_time() > deadline:
-                        raise
-                    name = type(command).__name__
-                    self._log.warning("effect_retried", command=name, error=str(error) or type(error).__name__)
-                    await anyio.sleep(0.5)
+            await self._do(command)
 
     async def refuse(self, inbound: Inbound, reason: str) -> None:
         """Set aside a message that asks for the impossible, where a person can look at it."""
@@ -201,6 +232,7 @@ class Effects:
         await self._bus.drop_consumer(m.TrajectorySettled, subjects.settled_consumer(uid))
         for kind in (m.StartRollout, m.TrajectoryFinished, m.TrajectorySettled):
             await self._bus.purge(kind, job_uid=uid)
+        self._leadership.require()
         await self._store.forget_job(uid)
 
 

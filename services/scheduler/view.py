@@ -48,7 +48,6 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     state: m.JobState
     order: int
     priority: int
-    weight: float
     phase: m.Phase
     granted_phase: m.Phase | None
     begun: bool
