@@ -6,8 +6,8 @@ from pathlib import Path
 from libs.common.chat import ChatTokenizer
 from libs.common.errors import JigsawError, JobFileError, ModelError
 from libs.common.job import DataSection, Job
-from libs.common.models import check_model, context_length, find_model, parameter_count
-from libs.common.settings import NodeSettings, RewardSettings
+from libs.common.models import check_model, context_length, find_model, kv_bytes_per_token, parameter_count
+from libs.common.settings import NodeSettings, PluginSettings
 from libs.datasets.load import check, load
 from libs.datasets.prompts import render_all
 from libs.environments.protocol import Environment
@@ -40,6 +40,8 @@ def check_job(job: Job, *, file: str, settings: NodeSettings | None) -> None:
     directory = find_model(job.model.path)
     if directory is not None and environment is not None:
         _check_prompts(job, file, directory, environment)
+    if directory is not None:
+        _check_kv_cache(job, file, directory)
     if directory is not None and settings is not None:
         home, needed_mb = Path(settings.home), disk_needed(job, parameter_count(directory)) >> 20
         require_space(home, needed_mb, purpose=f"{job.name} (checkpoints, policy versions, model)")
@@ -73,16 +75,27 @@ def _check_rows(section: DataSection) -> None:
 
 def _check_functions(job: Job, file: str, settings: NodeSettings | None) -> Environment | None:
     """Scorer and environment against the node's allow-list; without one, user functions pass."""
-    node = settings.reward if settings else RewardSettings(allow=[job.reward.function])
-    scorer = resolve(job.reward, allow=node.allow, folders=node.plugins, file=file)
+    node = settings.plugins if settings else PluginSettings(allow=[job.reward.function])
+    scorer = resolve(job.reward, allow=node.allow, folders=node.folders, file=file)
     if settings is not None and scorer.target == job.reward.function and (problem := problem_of(scorer)):
         raise JobFileError(file=file, key="reward.function", expected=f"{scorer.name!r} can't be loaded: {problem}")
     if settings is None and ":" in job.environment.name:
         return None
-    for folder in node.plugins:
+    for folder in node.folders:
         if folder not in sys.path:
             sys.path.append(folder)
     return make_environment(job.environment, allow=node.allow, file=file)
+
+
+def _check_kv_cache(job: Job, file: str, directory: Path) -> None:
+    """An engine must be able to hold one sequence of the longest kind, or it doesn't even load."""
+    per_token = kv_bytes_per_token(directory, job.model.dtype)
+    if job.rollout.engine == "replay" or per_token is None:
+        return
+    needed_mb = -(-_context_limit(job, file, directory) * per_token // (1 << 20)) + 1
+    if job.rollout.kv_memory_mb < needed_mb:
+        expected = f"one sequence of the longest kind takes {needed_mb} MB; model.max_context makes it shorter"
+        raise JobFileError(file=file, key="rollout.kv_memory_mb", expected=expected)
 
 
 def _context_limit(job: Job, file: str, directory: Path) -> int:

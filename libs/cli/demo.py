@@ -40,6 +40,8 @@ def demo(
 
     Example: jigsaw demo --steps 3 --json result.json
     """
+    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
+        raise JigsawError(f"--json {json}: a file in a folder that exists is expected")
     folder = (home or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
     settings = node_settings(None, folder)
     jobs = [prepared(file, steps=steps, settings=settings) for file in _job_files()]

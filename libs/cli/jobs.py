@@ -8,14 +8,18 @@ import msgspec
 import typer
 
 from libs.cli import options, render
-from libs.cli.follow import all_jobs, connected, find_job, follow
+from libs.cli.follow import CONNECT_S, all_jobs, connected, find_job, follow
 from libs.cli.summary import summaries, summarise
 from libs.common.bus import Bus
 from libs.common.errors import JigsawError
+from libs.common.history import History
 from libs.common.messages import CancelJob, JobProgress, JobRecord, JobState
 from libs.common.store import TrajectoryStore
 
 CANCEL_S = 20.0
+
+DURABILITY = ("resumes", "moves", "retries", "deaths", "recomputed_tokens")
+"""What it took to get the samples, of a job's history: see :class:`libs.common.history.History`."""
 
 
 def jobs(
@@ -58,16 +62,21 @@ async def _show(target: options.Target, reference: str, json: bool) -> None:
         progress = await (await bus.table(JobProgress)).get(record.job_uid)
     trajectories = await _trajectories(target.redis_url, record.job_uid) if target.redis_url else {}
     summary = summarise(record, progress)
-    rewards = progress.history.rewards if progress else []
+    history = progress.history if progress else History()
+    rewards = history.rewards
+    durability = {name: getattr(history, name) for name in DURABILITY}
     if json:
         plain = msgspec.to_builtins(summary)
         settings = msgspec.to_builtins(record.job)
-        render.print_json(plain | {"rewards": rewards, "trajectories": trajectories, "job": settings})
+        render.print_json(
+            plain | {"rewards": rewards, "trajectories": trajectories, "durability": durability, "job": settings}
+        )
         return
     facts = {
         "model": record.job.model.path,
         "trainer": record.trainer,
         "trajectories in the store": ", ".join(f"{count} {state}" for state, count in sorted(trajectories.items())),
+        "interruptions": ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in durability.items() if count),
         "trained model": summary.model_dir or "",
         "log": summary.tensorboard_dir or "",
     }
@@ -76,7 +85,7 @@ async def _show(target: options.Target, reference: str, json: bool) -> None:
 
 async def _trajectories(redis_url: str, job_uid: str) -> dict[str, int]:
     """How many of the job's trajectories in the store are in which state."""
-    store = await TrajectoryStore.connect(redis_url)
+    store = await TrajectoryStore.connect(redis_url, patience_s=CONNECT_S)
     try:
         states = await store.states(await store.members(job_uid))
     finally:

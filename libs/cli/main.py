@@ -22,7 +22,7 @@ def make_app() -> typer.Typer:
     for panel, commands in {
         "The node": (node.up, node.down, demo.demo, doctor.doctor),
         "Jobs": (submit.submit, jobs.jobs, jobs.show, jobs.watch, jobs.cancel, samples.samples),
-        "Inside": (cluster.workers, cluster.dead_letters),
+        "Inside": (cluster.workers, cluster.drain, cluster.migrate, cluster.dead_letters),
     }.items():
         for command in commands:
             app.command(rich_help_panel=panel)(command)

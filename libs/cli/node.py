@@ -16,7 +16,7 @@ from libs.cli import options, render
 from libs.common.errors import NodeError
 from libs.common.logging import configure
 from libs.common.settings import NodeSettings, default_settings, load_settings
-from libs.node.node_file import NodeFile, read_node_file
+from libs.node.node_file import NodeFile, read_node_file, starting_node
 from libs.node.servers import last_line
 from libs.node.supervisor import Interrupted, Node, Ports, run_node
 
@@ -46,6 +46,8 @@ def up(
     Example: jigsaw up --detach --home /data/jigsaw
     """
     node = node_settings(settings, home)
+    if nats_port is not None and nats_port == redis_port:
+        raise NodeError(f"--nats-port and --redis-port are both {nats_port}: they must differ")
     if detach:
         _detach(node, settings, Ports(nats_port, redis_port))
         return
@@ -53,10 +55,9 @@ def up(
     try:
         anyio.run(lambda: run_node(node, _stay, ports=Ports(nats_port, redis_port), log=log))
     except Interrupted as interrupted:
+        render.say("the node is down")
         if interrupted.number != signal.SIGTERM:
             raise
-    finally:
-        render.say("the node is down")
 
 
 def down(*, home: options.Home = None) -> None:
@@ -66,9 +67,10 @@ def down(*, home: options.Home = None) -> None:
     """
     folder = options.home_of(home)
     node = read_node_file(folder)
-    if node is None:
+    pid = node.pid if node is not None else starting_node(folder)
+    if pid is None:
         raise NodeError(f"no node is up in {folder}")
-    process = psutil.Process(node.pid)
+    process = psutil.Process(pid)
     for patience_s in (STOP_S, 10.0):  # the second signal kills what hasn't drained
         process.terminate()
         try:
@@ -77,7 +79,7 @@ def down(*, home: options.Home = None) -> None:
             continue
         render.say(f"the node in {folder} is down")
         return
-    raise NodeError(f"the node in {folder} (process {node.pid}) doesn't end")
+    raise NodeError(f"the node in {folder} (process {pid}) doesn't end")
 
 
 def node_settings(file: Path | None, home: Path | None) -> NodeSettings:
@@ -89,11 +91,13 @@ def node_settings(file: Path | None, home: Path | None) -> NodeSettings:
     if file is None:
         return default_settings(options.home_of(home))
     settings = load_settings(file)
-    plugins = [str((file.parent / folder).absolute()) for folder in settings.reward.plugins]
+    folders = [str((file.parent / folder).absolute()) for folder in settings.plugins.folders]
+    if missing := [folder for folder in folders if not Path(folder).is_dir()]:
+        raise NodeError(f"{file}: plugins.folders: {missing[0]} is no folder")
     return msgspec.structs.replace(
         settings,
         home=str(options.home_of(home or Path(settings.home))),
-        reward=msgspec.structs.replace(settings.reward, plugins=plugins),
+        plugins=msgspec.structs.replace(settings.plugins, folders=folders),
     )
 
 
@@ -121,7 +125,12 @@ def _detach(settings: NodeSettings, file: Path | None, ports: Ports) -> None:
             )
     except OSError as error:
         raise NodeError(f"{home} can't be written: {error.strerror}") from None
-    node = _started(process, home, log)
+    try:
+        node = _started(process, home, log)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait(STOP_S)
+        raise
     render.say(f"node up in {home} (process {node.pid}), NATS {node.nats_url}; `jigsaw down` ends it")
 
 

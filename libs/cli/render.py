@@ -12,7 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from libs.cli.summary import FIRST_STEPS, LAST_STEPS, JobSummary
+from libs.cli.summary import LAST_STEPS, JobSummary
+from libs.common.history import FIRST_STEPS
 from libs.common.samples import SampleLine
 
 _STATUS_STYLES = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "queued": "dim"}
@@ -105,7 +106,10 @@ def job_details(job: JobSummary, rewards: Sequence[float], facts: Mapping[str, s
         if value:
             say(f"{name}: {value}")
     if rewards:
-        say(f"rewards: {sparkline(rewards)}  first {number(job.reward_first)}, last {number(job.reward_last)}")
+        say(
+            f"rewards: {sparkline(rewards)}  mean of first {FIRST_STEPS}: {number(job.reward_first)}, "
+            f"of last {LAST_STEPS}: {number(job.reward_last)}"
+        )
     if job.evaluations:
         say(f"held-out: {', '.join(f'step {step}: {number(reward)}' for step, reward in job.evaluations)}")
     for line in job.warnings:

@@ -43,6 +43,7 @@ def submit(
 
     Example: jigsaw submit examples/demo-products.toml --steps 5 --watch
     """
+    load_job(file)  # a mistake in the file is told even where no node is up
     target = options.locate(home, url, redis_url)
     job = prepared(file, steps=steps, settings=target.settings)
     anyio.run(_submit, target, job, watch, json)

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from libs.common.history import History
-from libs.common.messages import JobProgress, JobRecord, JobState
+from libs.common.messages import JobProgress, JobRecord, JobState, Outcome
 
-FIRST_STEPS = 3
 LAST_STEPS = 5
 
 
@@ -54,13 +53,13 @@ def summarise(record: JobRecord, progress: JobProgress | None) -> JobSummary:
         name=record.job.name,
         status=record.outcome.value if ended and record.outcome else record.state.value,
         phase="" if ended or progress is None else progress.phase.value,
-        steps=len(history.rewards),
+        steps=history.steps,
         steps_total=record.job.train.steps,
         settled=progress.settled if progress else 0,
         expected=progress.expected if progress else 0,
         trajectories_trained=history.trained,
         reward=history.rewards[-1] if history.rewards else None,
-        reward_first=_mean(history.rewards[:FIRST_STEPS]),
+        reward_first=_mean(history.first_rewards),
         reward_last=_mean(history.rewards[-LAST_STEPS:]),
         tokens_per_s=history.tokens / history.seconds if history.seconds > 0 else None,
         mismatch_kl=history.mismatch_kl if history.rewards else None,
@@ -69,7 +68,7 @@ def summarise(record: JobRecord, progress: JobProgress | None) -> JobSummary:
         ended_at=record.ended_at,
         reason=record.reason,
         warnings=list(history.warnings.values()),
-        model_dir=progress.artifacts.get("model") if progress else None,
+        model_dir=progress.artifacts.get("model") if progress and record.outcome is Outcome.SUCCEEDED else None,
         tensorboard_dir=progress.artifacts.get("tensorboard") if progress else None,
     )
 

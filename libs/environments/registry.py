@@ -23,9 +23,9 @@ def make_environment(section: EnvironmentSection, *, allow: Sequence[str], file:
     kind = BUILT_IN.get(section.name) or _imported(section.name, allow, file)
     try:
         inspect.signature(kind).bind(**section.args)
-    except TypeError as error:
+        return kind(**section.args)
+    except Exception as error:  # it may be a user's: whatever its constructor raises is what's wrong with the arguments
         raise JobFileError(file=file, key="environment.args", expected=f"{section.name}: {error}") from None
-    return kind(**section.args)
 
 
 def _imported(name: str, allow: Sequence[str], file: str) -> type[Environment]:

@@ -5,6 +5,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from libs.common.chat import ChatMessage
 from libs.environments.protocol import Conversation, Done, EnvironmentFailed, Observation
 
@@ -19,7 +21,9 @@ class Scripted:
     """
 
     def __init__(self, *, replies: list[str], latency_s: tuple[float, float] = (0.0, 0.0), fail_share: float = 0.0) -> None:
-        self._replies, self._latency_s, self._fail_share = replies, latency_s, fail_share
+        self._replies = msgspec.convert(replies, list[str])
+        self._latency_s = msgspec.convert(latency_s, tuple[float, float], strict=False)
+        self._fail_share = fail_share
         self._failures = random.Random(0)
 
     def opening(self, *, prompt: str, row: Mapping[str, Any]) -> list[ChatMessage]:

@@ -68,7 +68,7 @@ def sole_node(home: Path) -> Iterator[None]:
     """
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock = (home / "node.lock").open("w")
+        lock = (home / "node.lock").open("a+")
     except OSError as error:
         raise NodeError(f"{home} can't be written: {error.strerror}") from None
     with lock:
@@ -78,7 +78,24 @@ def sole_node(home: Path) -> Iterator[None]:
             node = read_node_file(home)
             who = f" (process {node.pid})" if node else ""
             raise NodeError(f"a node is running in {home} already{who}: `jigsaw down` ends it") from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         yield
+
+
+def starting_node(home: Path) -> int | None:
+    """Process id of whoever holds the home, also before its node is up; None if nobody does."""
+    path = home / "node.lock"
+    try:
+        with path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+    except BlockingIOError:
+        held = path.read_text(encoding="utf-8")
+        return int(held) if held.isdigit() else None
+    except OSError:
+        return None
 
 
 def _path(home: Path) -> Path:

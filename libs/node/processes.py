@@ -20,6 +20,24 @@ RESTART_WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.5
 
 
+class Deaths:
+    """Counts the recent deaths of what is started again: soon at first, then later and later, and not for ever."""
+
+    def __init__(self) -> None:
+        self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
+
+    def another(self) -> int:
+        """Note a death; returns how many there have been lately."""
+        now = time.monotonic()
+        self._deaths.append(now)
+        return sum(died > now - RESTART_WINDOW_S for died in self._deaths)
+
+    @staticmethod
+    async def pause(recent: int) -> None:
+        """Wait as long as it becomes after so many deaths."""
+        await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (recent - 1))
+
+
 class ServiceProcess:
     """Keeps one service instance running.
 
@@ -52,19 +70,18 @@ class ServiceProcess:
         Raises:
             NodeError: it died too often in too short a time; with the last thing that it said.
         """
-        deaths: deque[float] = deque(maxlen=RESTARTS + 1)
+        deaths = Deaths()
         while not self._ending.is_set():
             self._process = await self._start()
             code = await self._process.wait()
             self._kill_session(self._process.pid)  # what it left behind would hold memory and cores
             if self._ending.is_set():
                 return
-            deaths.append(time.monotonic())
-            recent = [died for died in deaths if died > time.monotonic() - RESTART_WINDOW_S]
-            self._log.warning("service_died", service=self.instance, code=code, deaths=len(recent))
-            if len(recent) > RESTARTS:
+            recent = deaths.another()
+            self._log.warning("service_died", service=self.instance, code=code, deaths=recent)
+            if recent > RESTARTS:
                 raise NodeError(f"{self.instance} keeps dying (code {code}): {last_line(self._log_file)}")
-            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (len(recent) - 1))
+            await deaths.pause(recent)
 
     def ask_to_end(self) -> None:
         """SIGTERM: it drains and ends, and isn't started again."""

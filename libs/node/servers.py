@@ -35,19 +35,24 @@ jetstream {{
 
 
 class Server:
-    """A running server process.
+    """A server: running from the first, and again after :meth:`start_again`, on the same port and files.
 
     Args:
-        name: for people. url: where clients connect. port: of this machine. log: its output. process: the server.
+        name: for people. scheme: of the url where clients connect. port: of this machine. log: its output.
+        command: that runs it.
     """
 
     def __init__(self, *, name: str, scheme: str, port: int, log: Path, command: list[str]) -> None:
-        self.name, self.port, self.url, self._log = name, port, f"{scheme}://{HOST}:{port}", log
-        with _writable(log):
-            output = log.open("ab")
+        self.name, self.port, self.url = name, port, f"{scheme}://{HOST}:{port}"
+        self.command, self._log = command, log
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        with _writable(self._log):
+            output = self._log.open("ab")
         with output:
-            self._process = subprocess.Popen(
-                command,
+            return subprocess.Popen(
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -80,13 +85,25 @@ class Server:
                 raise NodeError(f"{self.name} doesn't answer at {self.url} after {ANSWER_S:.0f} s; its log: {self._log}")
             time.sleep(0.02)
 
-    async def ended(self) -> None:
-        """Wait until the process has ended."""
+    async def ended(self) -> int:
+        """Wait until the process has ended; returns its exit code, negative for a signal."""
+        if (code := self._process.poll()) is not None:
+            return code
         descriptor = os.pidfd_open(self._process.pid)
         try:
             await anyio.wait_readable(descriptor)
         finally:
             os.close(descriptor)
+        return self._process.wait()
+
+    def start_again(self) -> None:
+        """Run it anew after it has ended; what it had stored is on its files. Doesn't wait until it answers."""
+        self._process = self._start()
+
+    @property
+    def last_words(self) -> str:
+        """The last line of its log that says something."""
+        return last_line(self._log)
 
     def kill(self) -> None:
         """End it at once; its files survive that."""

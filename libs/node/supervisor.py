@@ -19,9 +19,10 @@ from structlog.typing import FilteringBoundLogger
 
 from libs.common.bus import Bus
 from libs.common.errors import JigsawError, NodeError
+from libs.common.messages import Ping
 from libs.common.settings import Addresses, NodeSettings, save_settings
 from libs.node.node_file import NodeFile, remove_node_file, sole_node, write_node_file
-from libs.node.processes import ServiceProcess
+from libs.node.processes import RESTARTS, Deaths, ServiceProcess
 from libs.node.servers import Server, start_nats, start_valkey
 from libs.node.space import require_space
 
@@ -115,7 +116,8 @@ class _Supervisor:
         self._plan_services(addresses)
         node = Node(self._home, self._settings, addresses, [service.instance for service in self._services])
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch_servers)
+            for server in self._servers:
+                tasks.start_soon(self._keep_running, server)
             for service in self._services:
                 tasks.start_soon(service.keep_running)
             await self._wait_until_ready(node)
@@ -139,9 +141,10 @@ class _Supervisor:
         except OSError as error:
             raise NodeError(f"{file} can't be written: {error.strerror}") from None
         source = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [source, *self._settings.reward.plugins, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [source, *self._settings.plugins.folders, os.environ.get("PYTHONPATH")]))
         environment = {**addresses.to_environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-        roles = ["scheduler", "reward", "trainer", *["rollout"] * self._settings.rollout.instances]
+        schedulers, rollouts = self._settings.scheduler.instances, self._settings.rollout.instances
+        roles = [*["scheduler"] * schedulers, "reward", "trainer", *["rollout"] * rollouts]
         for index, role in enumerate(roles):
             self._services.append(
                 ServiceProcess(
@@ -154,16 +157,21 @@ class _Supervisor:
                 )
             )
 
-    async def _watch_servers(self) -> None:
-        """A server that ends takes the node down: its data are on disk, and the next `up` goes on from there."""
+    async def _keep_running(self, server: Server) -> None:
+        """Start a server that ended again: it goes on from its files, and the services wait for it.
 
-        async def watch(server: Server) -> None:
-            await server.ended()
-            raise NodeError(f"{server.name} has ended; see {self._home / 'logs'}")
-
-        async with anyio.create_task_group() as tasks:
-            for server in self._servers:
-                tasks.start_soon(watch, server)
+        Raises:
+            NodeError: it ended too often in too short a time. Its data are on disk, and the next `up` goes on from there.
+        """
+        deaths = Deaths()
+        while True:
+            code = await server.ended()
+            recent = deaths.another()
+            self._log.warning("server_died", server=server.name, code=code, deaths=recent)
+            if recent > RESTARTS:
+                raise NodeError(f"{server.name} keeps dying (code {code}): {server.last_words}")
+            await deaths.pause(recent)
+            server.start_again()
 
     async def _wait_until_ready(self, node: Node) -> None:
         """Until every service answers."""
@@ -226,6 +234,7 @@ def _first(group: BaseExceptionGroup[JigsawError]) -> JigsawError:
 
 async def _answers(bus: Bus, instance: str) -> bool:
     try:
-        return await bus.request(instance, "ping", timeout_s=2.0) == "pong"
+        await bus.request(instance, Ping(sender="supervisor"), timeout_s=2.0)
     except NodeError:
         return False
+    return True

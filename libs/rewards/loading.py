@@ -6,10 +6,12 @@
 import functools
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 import msgspec
@@ -58,7 +60,12 @@ def problem_of(scorer: Scorer, *, timeout_s: float = LOAD_S) -> str:
     command = [sys.executable, "-m", "libs.rewards.loading"]
     try:
         done = subprocess.run(
-            command, input=msgspec.msgpack.encode(scorer), capture_output=True, timeout=timeout_s, check=False
+            command,
+            input=msgspec.msgpack.encode(scorer),
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"loading it takes longer than {timeout_s:g} s"
