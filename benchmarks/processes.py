@@ -21,7 +21,11 @@ MEMORY_INTERVAL_S = 0.5
 TOTALS_EVERY = 50
 """Samples of the computing processes per sample of everything, which looks at every process of the machine."""
 
-COMPUTE = {"services.rollout.engine_process": "engine", "services.trainer.training_process": "training"}
+COMPUTE = {
+    "services.rollout.engine_process": "engine",
+    "services.trainer.training_process": "training",
+    "services.trainer.replay_process": "training",
+}
 """Modules of the processes that compute, and what they are called here."""
 
 _SERVERS = {"nats-server": "nats", "valkey-server": "valkey", "redis-server": "valkey"}

@@ -18,7 +18,7 @@ def job(name: str = "job", *, priority: int = 0, batch: int = 4, group: int = 4,
         "name": name,
         "model": {"path": "tiny"},
         "data": {"task": "products"},
-        "rollout": {"batch": batch, "group": group, "max_running": max_running},
+        "rollout": {"batch": batch, "group": group, "max_running": max_running, "deadline_s": 20},
         "schedule": {"priority": priority},
     }
     return job_from(raw, file="test")
@@ -57,6 +57,7 @@ class World:
         self.notes: list[str] = []
         self.log: list[c.Command] = []
         self.highest = 0
+        self.refusals_expected = False
         self.scheduler = self._new()
 
     def _new(self) -> Scheduler:
@@ -79,12 +80,13 @@ class World:
                 self._apply(command)
         return self.log
 
-    def restart(self, policy: str | None = None) -> list[c.Command]:
-        """A new scheduler that knows only what is stored."""
+    def restart(self, policy: str | None = None, *, term: int = 0) -> list[c.Command]:
+        """A new scheduler, leading in ``term``, that knows only what is stored."""
         self.policy = policy or self.policy
         self.scheduler = self._new()
         return self.send(
             e.StateRestored(
+                term=term,
                 jobs=tuple(self.jobs.values()),
                 allocations=tuple(self.allocations.values()),
                 progress=tuple(self.progress.values()),
@@ -132,7 +134,8 @@ class World:
                 assert first.outcome is ended.outcome
             case c.ForgetWorker(instance=instance):
                 self.workers.pop(instance, None)
-            case c.Note(text=text):
+            case c.Note(text=text, fields=fields):
+                assert text != c.REFUSED or self.refusals_expected, fields
                 self.notes.append(text)
 
 

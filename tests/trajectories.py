@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from libs.common.store import TrajectoryId, TrajectorySpec
+from libs.common.trajectory import TrajectoryId, TrajectorySpec
 
 
 def spec_of(id: TrajectoryId, **changes: Any) -> TrajectorySpec:

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import psutil
 import pytest
+import structlog
 
-from libs.common.settings import RewardSettings, default_settings, save_settings
+from libs.common import messages as m
+from libs.common.bus import Bus
+from libs.common.job import job_from
+from libs.common.settings import PluginSettings, default_settings, save_settings
 from libs.node.node_file import read_node_file
 from tests.tiny_model import build_tiny_model
 
@@ -40,14 +45,33 @@ class NodeUnderTest:
 
     def submit(self, folder: Path, **sections: Any) -> str:
         """Write a job file (tiny model, small steps; ``sections`` on top) and submit it; returns its uid."""
-        job = msgspec.to_builtins(tiny_job(self.model, folder))
-        for section, values in sections.items():
-            job[section] = {**job.get(section, {}), **values} if isinstance(values, dict) else values
+        job = self._job(folder, sections)
         file = folder / f"{job['name']}.json"
         file.write_text(json.dumps(job))
         submitted = json.loads(self.jigsaw("submit", str(file), "--json").stdout)
         uid: str = submitted["job"]
         return uid
+
+    def submit_unchecked(self, folder: Path, **sections: Any) -> str:
+        """Hand a job in as a client would that checks nothing; returns its uid."""
+        job = job_from(self._job(folder, sections), file="test")
+        message = m.SubmitJob(sender="test", job_uid=f"{job.name}-unchecked", job=job, submitted_at=time.time())
+
+        async def publish() -> None:
+            node = read_node_file(self.home)
+            assert node is not None
+            bus = await Bus.connect(node.nats_url, instance="test", log=structlog.get_logger())
+            await bus.publish(message)
+            await bus.close()
+
+        anyio.run(publish)
+        return message.job_uid
+
+    def _job(self, folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
+        job = tiny_job(self.model, folder)
+        for section, values in sections.items():
+            job[section] = {**job.get(section, {}), **values} if isinstance(values, dict) else values
+        return job
 
     def wait(self, uid: str, *, timeout_s: float = 90) -> dict[str, Any]:
         """Wait for a job's end; returns what ``show`` says then."""
@@ -79,7 +103,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeUnderTest]:
     home = tmp_path_factory.mktemp("node")
     model = build_tiny_model(tmp_path_factory.mktemp("model"))
     settings = msgspec.structs.replace(
-        default_settings(home), reward=RewardSettings(allow=["jigsaw_test_rewards.*"], plugins=[str(PLUGINS)])
+        default_settings(home), plugins=PluginSettings(allow=["jigsaw_test_rewards.*"], folders=[str(PLUGINS)])
     )
     save_settings(settings, home / "node.toml")
     under_test = NodeUnderTest(home, model)

@@ -202,7 +202,7 @@ async def test_telemetry_reaches_whoever_listens(bus: Bus) -> None:
 
 async def test_request_to_nobody_is_one_clear_line(bus: Bus) -> None:
     with pytest.raises(NodeError, match=r"rollout-9 doesn't answer 'ping'"):
-        await bus.request("rollout-9", "ping", timeout_s=0.5)
+        await bus.request("rollout-9", m.Ping(sender="t"), timeout_s=0.5)
 
 
 async def test_a_table_with_a_foreign_value_says_so(bus: Bus) -> None:

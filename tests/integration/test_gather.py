@@ -10,8 +10,9 @@ import structlog
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Bus
-from libs.common.store import Claim, Fail, Finish, Score, TrajectoryId, TrajectorySpec, TrajectoryStore
+from libs.common.store import TrajectoryStore
 from libs.common.tokens import TOKEN, PolicyVersion
+from libs.common.trajectory import Claim, Fail, Finish, Renew, Score, TrajectoryId, TrajectorySpec
 from services.trainer import gather
 from services.trainer.gather import Gatherer
 from services.trainer.steps import StepLedger
@@ -120,6 +121,38 @@ async def test_what_nobody_claimed_or_lost_is_announced_again(step: Step) -> Non
         seen |= {task.sample for task in await step.tasks(1)}
     for sample in range(2):
         await settle(step.store, TrajectoryId(step.uid, 0, sample), 1.0)
+    await asyncio.wait_for(gathering, 10)
+
+
+async def test_a_lease_that_is_renewed_late_keeps_its_trajectory(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "SECOND_LOOK_S", 0.5)
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
+    await step.tasks(2)
+    ids = [TrajectoryId(step.uid, 0, sample) for sample in range(2)]
+    claims = await step.store.claim(ids, owner="worker", ttl_ms=-1)
+    await asyncio.sleep(0.4)  # a look has seen them run out
+    late = [Renew(claim.spec.id, claim.epoch, 60_000) for claim in claims if isinstance(claim, Claim)]
+    assert await step.store.write(late) == [1, 1]
+    puller = await step.bus.pull(m.StartRollout, subjects.tasks_consumer(step.uid))
+    assert await puller.fetch(1, wait_s=1.0) == []
+    await puller.close()
+    for claim in claims:
+        assert isinstance(claim, Claim)
+        end = Finish(claim.spec.id, claim.epoch, 0, claim.tokens, "stop", "text", 1)
+        assert await step.store.write([end, Score(claim.spec.id, 1.0, "")]) == [1, 1]
+    await asyncio.wait_for(gathering, 10)
+
+
+async def test_what_messages_told_and_the_store_has_lost_is_done_again(step: Step) -> None:
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
+    await step.tasks(2)
+    await settle(step.store, TrajectoryId(step.uid, 0, 0), 1.0)
+    for sample in range(2):  # the second one's score went with the server's last second
+        await step.bus.publish(step.word(0, sample))
+    (again,) = await step.tasks(1)
+    assert again.sample == 1
+    assert not gathering.done()
+    await settle(step.store, TrajectoryId(step.uid, 0, 1), 0.0)
     await asyncio.wait_for(gathering, 10)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-import structlog
 
 from libs.common import messages as m
 from libs.common import subjects
@@ -16,6 +15,7 @@ from libs.common.holdings import Holdings
 from libs.common.service import Context
 from libs.common.settings import default_settings
 from libs.common.store import TrajectoryStore
+from tests.contexts import context_of
 from tests.scheduling import job
 
 
@@ -27,12 +27,16 @@ class FakeHolding:
     def __init__(self, record: m.JobRecord) -> None:
         self.uid, self.revision = record.job_uid, 0
         self.changes, self.stopped, self.let_go = Changes(), False, True
+        self.anew, self.crash = False, None
 
     async def allocate(self, allocation: m.Allocation) -> None:
         self.revision = allocation.revision
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
         await self.changes.until(lambda: self.stopped and self.let_go)
+        if self.crash is not None:
+            raise self.crash
+        return self.anew
 
     async def stop(self) -> None:
         self.stopped = True
@@ -50,7 +54,7 @@ class Instance:
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.holdings.follow, tasks)
+            tasks.start_soon(self.holdings.run)
             yield
             tasks.cancel_scope.cancel()
 
@@ -78,8 +82,7 @@ async def instance(bus: Bus, store: TrajectoryStore, tmp_path: Path) -> Instance
     for uid, state in (("a", m.JobState.RUNNING), ("b", m.JobState.RUNNING), ("c", m.JobState.ENDED)):
         record = m.JobRecord(sender="s", job_uid=uid, job=job(uid), state=state, submitted_at=0.0)
         await records.put(uid, record)
-    context = Context("r0", default_settings(tmp_path), bus, store, structlog.get_logger(), anyio.Event())
-    return Instance(context)
+    return Instance(await context_of("r0", default_settings(tmp_path), bus, store))
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -154,3 +157,53 @@ async def test_presence_tells_what_cannot_be_run(instance: Instance) -> None:
         assert not instance.holdings.presence().broken
         instance.made[0].broken = "no memory"  # type: ignore[misc]
         assert instance.holdings.presence().broken == {"a": "no memory"}
+
+
+async def test_a_drained_instance_holds_nothing_until_that_is_undone(instance: Instance) -> None:
+    async with instance.following():
+        await instance.allocate("a", 1)
+        await eventually(lambda: instance.revisions() == {"a": 1})
+        assert (await instance.bus.request("r0", m.Drain(sender="t"))).count == 1
+        assert instance.holdings.presence().draining
+        await instance.allocate("b", 2)
+        await anyio.sleep(0.2)
+        assert not instance.revisions()
+        await instance.bus.request("r0", m.Drain(sender="t", undo=True))
+        assert not instance.holdings.presence().draining
+        await eventually(lambda: instance.revisions() == {"a": 1, "b": 2})
+
+
+async def test_a_change_is_announced_at_once(instance: Instance) -> None:
+    table = await instance.bus.table(m.Worker)
+    async with instance.following():
+        await instance.allocate("a", 1)
+        await eventually(lambda: instance.revisions() == {"a": 1})
+        await instance.bus.request("r0", m.Drain(sender="t"))
+        with anyio.fail_after(1):  # well before the next heartbeat
+            while not ((told := await table.get("r0")) and told.draining):
+                await anyio.sleep(0.01)
+
+
+async def test_one_that_asks_for_it_is_begun_anew_while_it_is_allocated(instance: Instance) -> None:
+    async with instance.following():
+        await instance.allocate("a", 1)
+        await eventually(lambda: instance.revisions() == {"a": 1})
+        instance.made[0].anew = True
+        await instance.made[0].stop()
+        await eventually(lambda: len(instance.made) == 2 and instance.revisions() == {"a": 1})
+
+
+async def test_a_job_that_crashes_is_begun_again_and_then_given_up_without_harm_to_others(instance: Instance) -> None:
+    async with instance.following():
+        await instance.allocate("b", 1)
+        for crashes in range(3):
+            await instance.allocate("a", 2 + crashes)
+            await eventually(lambda n=crashes: len(instance.made) == n + 2)  # type: ignore[misc]
+            instance.made[-1].crash = RuntimeError("a bug in it")
+            await instance.made[-1].stop()
+        await eventually(lambda: instance.holdings.presence().broken == {"a": "RuntimeError: a bug in it"})
+        assert instance.revisions() == {"b": 1}
+        await instance.allocate("a", 9)
+        await instance.drop("b")
+        await eventually(lambda: not instance.revisions())
+        assert len(instance.made) == 4

@@ -76,7 +76,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The home of a node that is up, in the background."""
     folder = tmp_path_factory.mktemp("node")
     settings = folder / "node.toml"
-    settings.write_text(ONE_ROLLOUT)
+    settings.write_text(ONE_ROLLOUT + "[scheduler]\ninstances = 2\n")
     done = call("up", "--detach", "--home", folder / "home", "--settings", settings)
     assert done.returncode == 0, done.stderr
     node = read_node_file(folder / "home")
@@ -220,9 +220,45 @@ def test_a_service_that_dies_comes_back(home: Path) -> None:
     assert after.is_running()
 
 
+def test_servers_that_die_come_back_under_the_services(home: Path) -> None:
+    node = read_node_file(home)
+    assert node is not None
+    services = {one.pid for one in family(node.pid) if "services." in " ".join(_command(one))}
+
+    def server(name: str) -> psutil.Process | None:
+        return next((one for one in family(node.pid) if name in " ".join(_command(one)[:1])), None)
+
+    for name in ("nats-server", "valkey-server"):
+        before = server(name)
+        assert before is not None
+        os.kill(before.pid, signal.SIGKILL)
+        wait_for(lambda old=before.pid, name=name: (found := server(name)) and found.pid != old and found, 15)  # type: ignore[misc]
+    wait_for(lambda: len(answer("workers", "--home", home)["workers"]) == 2, 20)
+    assert answer("jobs", "--home", home) is not None
+    assert services <= {one.pid for one in family(node.pid)}, "no service had to be started again"
+
+
+def test_a_server_that_keeps_dying_takes_the_node_down_with_one_line(tmp_path: Path) -> None:
+    process, home, node = start(tmp_path)
+    processes = family(node.pid)
+    (server,) = [one for one in processes if "nats-server" in " ".join(_command(one)[:1])]
+    (home / "nats" / "nats.conf").write_text("nonsense {")
+    server.kill()
+    assert process.wait(120) == 1
+    assert "jigsaw: NATS keeps dying (code 1): " in (tmp_path / "said.txt").read_text()
+    _, alive = psutil.wait_procs(processes, timeout=1)
+    assert alive == []
+
+
 def test_the_node_tells_what_it_has(home: Path) -> None:
-    workers = wait_for(lambda: len(found := answer("workers", "--home", home)["workers"]) == 2 and found, 20)
-    assert sorted(worker["role"] for worker in workers) == ["rollout", "trainer"]
+    told = wait_for(lambda: len((found := answer("workers", "--home", home))["workers"]) == 2 and found, 20)
+    assert sorted(worker["role"] for worker in told["workers"]) == ["rollout", "trainer"]
+    node = read_node_file(home)
+    assert node is not None
+    schedulers = [instance for instance in node.instances if instance.startswith("scheduler")]
+    assert schedulers == ["scheduler-0", "scheduler-1"]
+    assert told["scheduler"]["sender"] in schedulers
+    assert call("workers", "--home", home).stdout.endswith(" leads\n")
     assert answer("dead-letters", "--home", home) == {"dead_letters": []}
 
 

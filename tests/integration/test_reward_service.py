@@ -6,21 +6,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import numpy as np
 import pytest
-import structlog
 
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Bus
 from libs.common.job import job_from
-from libs.common.service import Context
-from libs.common.settings import RewardSettings, default_settings
-from libs.common.store import Claim, Finish, Record, TrajectoryId, TrajectoryStore
+from libs.common.settings import PluginSettings, default_settings
+from libs.common.store import TrajectoryStore
 from libs.common.tokens import TOKEN
+from libs.common.trajectory import Claim, Finish, Record, TrajectoryId
 from services.reward.service import serve
+from tests.contexts import context_of
 from tests.trajectories import spec_of
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
@@ -69,9 +68,9 @@ class Scoring:
 async def scoring(bus: Bus, store: TrajectoryStore, job_uid: str, tmp_path: Path) -> AsyncIterator[Scoring]:
     await bus.ensure_consumer(m.TrajectorySettled, subjects.settled_consumer(job_uid), job_uid=job_uid)
     settings = msgspec.structs.replace(
-        default_settings(tmp_path), reward=RewardSettings(allow=["jigsaw_test_rewards.*"], plugins=[str(PLUGINS)])
+        default_settings(tmp_path), plugins=PluginSettings(allow=["jigsaw_test_rewards.*"], folders=[str(PLUGINS)])
     )
-    context = Context("reward-0", settings, bus, store, structlog.get_logger(), anyio.Event())
+    context = await context_of("reward-0", settings, bus, store)
     serving = asyncio.create_task(serve(context))
     yield Scoring(bus, store, job_uid)
     assert not serving.done(), "the service has ended"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-import structlog
 from nats.js.errors import NotFoundError
 
 from libs.common import messages as m
@@ -15,9 +14,11 @@ from libs.common import subjects
 from libs.common.bus import Bus
 from libs.common.service import Context
 from libs.common.settings import NodeSettings, default_settings
-from libs.common.store import TrajectoryId, TrajectorySpec, TrajectoryStore
+from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import TrajectoryId, TrajectorySpec
 from services.scheduler.service import Tables, serve
+from tests.contexts import context_of
 from tests.scheduling import job, progress, worker
 
 PATIENCE_S = 15.0
@@ -68,10 +69,6 @@ class Node:
         await until(reached)
 
 
-def context_of(bus: Bus, store: TrajectoryStore, settings: NodeSettings) -> Context:
-    return Context("scheduler-0", settings, bus, store, structlog.get_logger(), anyio.Event())
-
-
 @asynccontextmanager
 async def serving(node: Node) -> AsyncIterator[None]:
     """The scheduler service at work; it has stopped cleanly at the end."""
@@ -84,7 +81,7 @@ async def serving(node: Node) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def node(bus: Bus, store: TrajectoryStore, tmp_path: Path) -> Node:
-    context = context_of(bus, store, default_settings(tmp_path))
+    context = await context_of("scheduler-0", default_settings(tmp_path), bus, store)
     return Node(context, await Tables.open(context))
 
 
@@ -192,7 +189,7 @@ async def test_a_worker_that_falls_silent_is_gone(bus: Bus, store: TrajectorySto
         rollout=default_settings(tmp_path).rollout,
         worker_lost_s=1.0,
     )
-    context = context_of(bus, store, impatient)
+    context = await context_of("scheduler-0", impatient, bus, store)
     node = Node(context, await Tables.open(context))
     async with serving(node):
         await node.announce()

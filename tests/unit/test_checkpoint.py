@@ -11,6 +11,7 @@ import torch
 
 from libs.common.errors import JigsawError
 from services.trainer import checkpoint
+from services.trainer.checkpoints import load_first
 
 STATE = {"step": 3, "extra": {"row": 7, "raw": b"\x00\xff", "big": 2**63 - 1, "share": 0.1}}
 
@@ -77,7 +78,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     for step in (3, 6):
         checkpoint.save(tmp_path / str(step), tensors=tensors(float(step)), state=STATE)
     (tmp_path / "6" / "weights.safetensors").write_bytes(b"")
-    found = checkpoint.load_first([tmp_path / "6", tmp_path / "3"])
+    found = load_first([tmp_path / "6", tmp_path / "3"], checkpoint.load)
     assert found.directory == tmp_path / "3"
     assert found.checkpoint is not None
     assert found.checkpoint.tensors["weights"]["a"][0, 0] == 3.0
@@ -89,8 +90,8 @@ def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     checkpoint.save(tmp_path / "3", tensors=tensors(), state=STATE)
     (tmp_path / "3" / "weights.safetensors").unlink()
     with pytest.raises(JigsawError, match="no checkpoint can be used"):
-        checkpoint.load_first([tmp_path / "3"])
-    assert checkpoint.load_first([]).checkpoint is None
+        load_first([tmp_path / "3"], checkpoint.load)
+    assert load_first([], checkpoint.load).checkpoint is None
 
 
 @pytest.mark.parametrize("manifest", [None, b"{", b'{"format": 99}'])

@@ -21,13 +21,13 @@ from libs.common.errors import DataError, JigsawError, JobFileError, NodeError
 from libs.common.history import History
 from libs.common.job import Job, job_from
 from libs.common.samples import SampleLine, read_samples, sampled_steps, samples_file, write_samples
-from libs.common.settings import RewardSettings
+from libs.common.settings import PluginSettings
 from tests.tiny_model import CONTEXT, build_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMANDS = (
     *("up", "down", "demo", "doctor", "submit", "jobs", "show", "watch", "cancel", "samples"),
-    *("workers", "dead-letters"),
+    *("workers", "drain", "migrate", "dead-letters"),
 )
 
 
@@ -116,6 +116,24 @@ def test_settings_with_a_mistake_are_one_line_and_start_nothing(
         ({"rollout": {"batches": 3}}, "rollout.batches: unknown key"),
         ({"rollout": {"batch": "3"}}, "rollout.batch: expected `int`"),
         ({"rollout": {"group": 1}}, "rollout.group"),
+        ({"rollout": {"batch": 10**30}}, "rollout.batch: expected `int` <= 65536"),
+        ({"rollout": {"stop": [""]}}, "rollout.stop"),
+        ({"name": "small\n"}, "name"),
+        ({"train": {"learning_rate": 1e300}}, "train.learning_rate"),
+        ({"train": {"beta1": 1.0}}, "train.beta1"),
+        ({"train": {"max_grad_norm": float("inf")}}, "train.max_grad_norm: a finite number is expected, not inf"),
+        ({"rollout": {"engine": "replay", "engine_args": {"decode_ms": -1}}}, "rollout.engine_args.decode_ms: expected"),
+        (
+            {"rollout": {"engine": "replay", "engine_args": {"lengths": {"kind": "uniform", "low": 9, "high": 3}}}},
+            "rollout.engine_args.lengths: low must not be above high",
+        ),
+        ({"rollout": {"engine_args": {"decode_ms": 1}}}, 'rollout.engine_args: only engine = "replay" has settings'),
+        ({"train": {"engine": "replay", "engine_args": {"speed": 3}}}, "train.engine_args.speed: unknown key"),
+        (
+            {"train": {"engine": "replay", "engine_args": {"thread_speedup": []}}},
+            "train.engine_args.thread_speedup: expected `array` of length >= 1",
+        ),
+        ({"train": {"engine_args": {"tokens_per_s": 1}}}, 'train.engine_args: only engine = "replay" has settings'),
         ({"reward": {"function": "lastnumber"}}, "reward.function: unknown scorer 'lastnumber'; did you mean 'last_number'"),
         ({"reward": {"function": "mine:score"}}, "reward.function: 'mine:score' isn't on this node's allow-list"),
         ({"environment": {"name": "mine:World"}}, "environment.name: 'mine:World' isn't on this node's allow-list"),
@@ -133,6 +151,23 @@ def test_a_job_with_a_mistake_is_refused_with_its_place(
         prepared(file, steps=None, settings=settings)
     assert str(refused.value).startswith(f"{file}: {expected}")
     assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_only_calls_itself_gguf_is_refused(rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"nothing")
+    file = write_job(tmp_path, plain_job(tmp_path / "x.gguf", rows))
+    with pytest.raises(JobFileError, match=r"model.path: .*x.gguf is not a GGUF file"):
+        prepared(file, steps=None, settings=node_settings(None, tmp_path / "home"))
+
+
+def test_a_mistake_in_the_file_is_told_where_no_node_is_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "job.toml"
+    file.write_bytes(b"\xef\xbb\xbfname = 'small'\n")
+    code, err = run(["submit", str(file), "--home", str(tmp_path / "home")], capsys, monkeypatch)
+    assert code == 1
+    assert err == f"jigsaw: {file}: model: required, but missing\n"
 
 
 def test_bad_rows_are_refused_with_file_row_and_field(model: Path, tmp_path: Path) -> None:
@@ -160,8 +195,8 @@ def test_a_users_function_that_cannot_be_loaded_is_refused(
     data.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
     (tmp_path / "mine.py").write_text("print('hello')\ndef score(completion, answer, row): return 1.0\n")
     file = write_job(tmp_path, plain_job(tmp_path, data) | {"reward": {"function": function}})
-    node = RewardSettings(allow=["mine.*", "yours.*"], plugins=[str(tmp_path)])
-    settings = msgspec.structs.replace(node_settings(None, tmp_path / "home"), reward=node)
+    plugins = PluginSettings(allow=["mine.*", "yours.*"], folders=[str(tmp_path)])
+    settings = msgspec.structs.replace(node_settings(None, tmp_path / "home"), plugins=plugins)
     monkeypatch.setattr("libs.cli.checks.check_model", lambda path: None)  # this test is about something else
     monkeypatch.setattr("libs.cli.checks.find_model", lambda path: None)
     if problem is None:
@@ -191,6 +226,12 @@ def test_a_context_longer_than_the_models_own_is_refused(rows: Path, tmp_path: P
     longer = plain_job(model, rows) | {"model": {"path": str(model), "max_context": CONTEXT + 1}}
     with pytest.raises(JobFileError, match=rf"model.max_context: the model attends to {CONTEXT} tokens at most"):
         prepared(write_job(tmp_path, longer), steps=None, settings=node_settings(None, tmp_path / "home"))
+
+
+def test_a_kv_cache_that_holds_no_whole_sequence_is_refused(rows: Path, tmp_path: Path) -> None:
+    small = plain_job(build_tiny_model(tmp_path / "tiny"), rows) | {"rollout": {"kv_memory_mb": 1}}
+    with pytest.raises(JobFileError, match=r"rollout.kv_memory_mb: one sequence of the longest kind takes 2 MB"):
+        prepared(write_job(tmp_path, small), steps=None, settings=node_settings(None, tmp_path / "home"))
 
 
 def test_what_a_jobs_files_take_grows_with_what_is_kept() -> None:
@@ -241,8 +282,8 @@ def test_the_demos_held_out_questions_are_never_trained_on() -> None:
 def test_settings_come_from_the_file_and_the_home_from_the_option(tmp_path: Path) -> None:
     settings = node_settings(EXAMPLES / "node.toml", tmp_path)
     assert settings.home == str(tmp_path)
-    assert settings.reward.allow == ["brevity:score"]
-    assert settings.reward.plugins == [str(EXAMPLES / "plugins")]
+    assert settings.plugins.allow == ["brevity:score"]
+    assert settings.plugins.folders == [str(EXAMPLES / "plugins")]
 
 
 @pytest.mark.parametrize(
@@ -288,6 +329,8 @@ def test_first_and_last_rewards_are_means_of_three_and_of_five_steps() -> None:
         settled=0,
         expected=0,
         history=History(
+            steps=8,
+            first_rewards=[0.0, 0.25, 0.5],
             rewards=[0.0, 0.25, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5],
             tokens=900,
             rollout_s=1.0,

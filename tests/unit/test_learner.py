@@ -16,8 +16,9 @@ from libs.common.job import Job, TrainSection
 from libs.common.tokens import PolicyVersion, observed
 from services.trainer import checkpoint
 from services.trainer.batches import Completion, Group
-from services.trainer.learner import Learner, Progress
+from services.trainer.learner import Learner
 from services.trainer.schedule import learning_rate
+from services.trainer.wire import MicroBatchDone
 from tests.unit.trainer_cases import (
     make_groups,
     plain_fixed,
@@ -115,7 +116,7 @@ def test_metrics_equal_a_plain_loop(model: Path) -> None:
 def test_micro_batches_don_t_change_the_update(model: Path) -> None:
     groups = make_groups(seed=4)
     small, large = (Learner(model, tiny_job(train={"micro_batch_tokens": budget}), seed=0) for budget in (30, 10_000))
-    seen: list[Progress] = []
+    seen: list[MicroBatchDone] = []
     small.train(0, groups, on_micro_batch=seen.append)
     large.train(0, groups)
     assert len(seen) > 3

@@ -81,14 +81,14 @@ def test_a_gguf_is_converted_once_and_again_when_it_changes(tmp_path: Path, monk
     fake = FakeRun(b"")
     monkeypatch.setattr(models, "_run", fake)
     gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"one")
+    gguf.write_bytes(b"GGUF one")
     models.check_model(str(gguf))
     assert models.find_model(str(gguf)) is None
     first = models.resolve_model(str(gguf))
     assert models.resolve_model(str(gguf)) == models.find_model(str(gguf)) == first
     assert len(fake.commands) == 1
     manifest.verify(first, contents=True)
-    gguf.write_bytes(b"two")
+    gguf.write_bytes(b"GGUF two")
     assert models.resolve_model(str(gguf)) != first
 
 

@@ -46,16 +46,33 @@ def test_another_content_than_the_one_published_is_refused(url: str, tmp_path: P
         PolicyStore(url, mirror=tmp_path / "b").fetch("job", ONE, digest=digest)
 
 
-def test_pruning_keeps_what_it_is_told_to(url: str, tmp_path: Path) -> None:
+def test_pruning_deletes_older_versions_and_forgetting_all(url: str, tmp_path: Path) -> None:
     store = PolicyStore(url, mirror=tmp_path / "a")
     publish(store, ONE)
     digest = publish(store, TWO)
-    store.prune("job", keep=[TWO])
+    store.prune("job", before=TWO)
     fresh = PolicyStore(url, mirror=tmp_path / "b")
     fresh.fetch("job", TWO, digest=digest)
     with pytest.raises(JigsawError):
         fresh.fetch("job", ONE, digest=digest)
-    store.prune("job", keep=[])
-    store.prune("job", keep=[])  # of a job that has nothing left
+    store.forget("job")
+    store.forget("job")  # of a job that has nothing left
     with pytest.raises(JigsawError):
         PolicyStore(url, mirror=tmp_path / "c").fetch("job", TWO, digest=digest)
+
+
+def test_a_late_trainer_deletes_nothing_of_its_successor(url: str, tmp_path: Path) -> None:
+    store = PolicyStore(url, mirror=tmp_path / "a")
+    successor = PolicyVersion(ONE.step - 1, ONE.incarnation + 1)  # it went back to a checkpoint
+    digest = publish(store, successor)
+    store.prune("job", before=TWO)
+    PolicyStore(url, mirror=tmp_path / "b").fetch("job", successor, digest=digest)
+
+
+def test_trouble_with_a_foreign_file_system_is_one_clear_error(tmp_path: Path) -> None:
+    store = PolicyStore("memory://policies", mirror=tmp_path)
+    with pytest.raises(JigsawError, match="isn't at memory://policies"):
+        store.fetch("job", ONE, digest="?")
+    broken = PolicyStore("nosuchprotocol://policies", mirror=tmp_path)
+    with pytest.raises(JigsawError, match=r"^nosuchprotocol://policies: ValueError: Protocol not known"):
+        broken.fetch("job", ONE, digest="?")

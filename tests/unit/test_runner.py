@@ -1,17 +1,18 @@
 """The turn loop against a scripted engine and an in-memory store: which turns it asks for, what it stores, how it ends."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from libs.common.chat import ChatMessage, ChatTokenizer
 from libs.common.group_commit import GroupCommit
 from libs.common.job import Job, job_from
-from libs.common.store import Append, Claim, Fail, Finish, TrajectoryId, Write
 from libs.common.tokens import TRAINED, PolicyVersion, TokenArray, join, observed, sampled
+from libs.common.trajectory import Append, Claim, Die, Fail, Finish, TrajectoryId, Write
 from libs.environments.protocol import Conversation, Done, EnvironmentFailed, Observation
 from services.rollout.engine import StopReason, TurnRequest
-from services.rollout.runner import EngineLost, Tools, Trajectory
+from services.rollout.runner import BACKOFF_MS, EngineLost, Lost, Tools, Trajectory
 from tests.tiny_model import build_tiny_model
 from tests.trajectories import spec_of
 
@@ -41,7 +42,7 @@ class FakeEngine:
         self.trajectory: Trajectory | None = None
         self.broken = False
 
-    def require(self) -> None:
+    async def available(self) -> None:
         if self.broken:
             raise EngineLost("it can't be loaded")
 
@@ -122,7 +123,7 @@ async def play(
     engine.broken = broken
     commits = GroupCommit(store)  # type: ignore[arg-type]  # a fake store
     committing = asyncio.create_task(commits.run())
-    claim = Claim(spec, 4, 2, join() if before is None else before)
+    claim = Claim(spec, 4, failures=1, deaths=0, alone=False, tokens=join() if before is None else before)
     trajectory = Trajectory(claim, Tools(settings, engine, chat, environment, commits))
     engine.trajectory = trajectory
     await trajectory.run()
@@ -219,14 +220,13 @@ async def test_an_environment_that_breaks_fails_the_attempt_and_allows_another(c
     played = await play(chat, [([40, chat.eos_ids[0]], StopReason.STOP)], [EnvironmentFailed("tool is down")])
     assert isinstance(played.end, Fail)
     assert "tool is down" in played.end.error
-    assert played.end.backoff_ms
+    assert played.end.backoff_ms == 2 * BACKOFF_MS
 
 
-async def test_an_engine_that_dies_fails_the_attempt_and_allows_another(chat: ChatTokenizer) -> None:
+async def test_an_engine_that_dies_is_a_death_and_no_failed_attempt(chat: ChatTokenizer) -> None:
     played = await play(chat, [], [])
-    assert isinstance(played.end, Fail)
-    assert "it died" in played.end.error
-    assert played.end.backoff_ms
+    assert isinstance(played.end, Die)
+    assert played.end == Die(played.end.id, 4, "engine: it died")
 
 
 async def test_a_deadline_is_final(chat: ChatTokenizer) -> None:
@@ -244,10 +244,35 @@ async def test_a_full_context_ends_the_trajectory(chat: ChatTokenizer) -> None:
     assert played.end.stop_reason == "context"
 
 
-async def test_an_engine_that_cannot_be_loaded_fails_the_attempt_with_its_reason(chat: ChatTokenizer) -> None:
+async def test_an_engine_that_cannot_be_loaded_is_a_death_with_its_reason(chat: ChatTokenizer) -> None:
     played = await play(chat, [], [], broken=True)
-    assert isinstance(played.end, Fail)
+    assert isinstance(played.end, Die)
     assert "can't be loaded" in played.end.error
+
+
+@pytest.mark.parametrize("answer", [None, "text", Observation(["text"])])  # type: ignore[list-item]  # a user's mistakes
+async def test_whatever_an_environment_returns_is_its_failure(chat: ChatTokenizer, answer: Any) -> None:
+    played = await play(chat, [([40, chat.eos_ids[0]], StopReason.STOP)], [answer], max_turns=2)
+    assert isinstance(played.end, Fail)
+    assert played.end.error.startswith("environment: AttributeError")
+    assert played.end.backoff_ms
+
+
+async def test_one_that_is_lost_ends_wherever_it_is_and_writes_nothing(chat: ChatTokenizer) -> None:
+    engine = FakeEngine([])
+    environment = FakeEnvironment([Done()], wait_s=60)
+    store = FakeStore()
+    commits = GroupCommit(store)  # type: ignore[arg-type]  # a fake store
+    tokens = sampled([40, chat.eos_ids[0]], [-1.0, -1.0], V)
+    claim = Claim(spec_of(TrajectoryId("job", 0, 0), max_turns=2), 1, failures=0, deaths=0, alone=False, tokens=tokens)
+    trajectory = Trajectory(claim, Tools(job(max_turns=2), engine, chat, environment, commits))
+    running = asyncio.create_task(trajectory.run())
+    while not environment.heard:
+        await asyncio.sleep(0)
+    trajectory.lose("moved")
+    with pytest.raises(Lost, match="moved"):
+        await running
+    assert store.writes == []
 
 
 @pytest.mark.parametrize("error", [KeyError("tool"), TimeoutError("slow"), ValueError("odd")])

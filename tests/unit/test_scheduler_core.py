@@ -7,7 +7,7 @@ from libs.common import messages as m
 from libs.common.errors import TransitionError
 from services.scheduler import commands as c
 from services.scheduler import events as e
-from services.scheduler.core import Limits
+from services.scheduler.core import REVISIONS_PER_TERM, Limits
 from services.scheduler.policies.policy import Plan
 from services.scheduler.view import View
 from tests.scheduling import START, World, draining, progress, submit, two_cores, worker
@@ -277,6 +277,20 @@ def test_a_restart_changes_nothing_and_revisions_go_on() -> None:
     assert world.notes == ["duplicate_job_ignored"]
 
 
+def test_a_new_leader_gives_every_allocation_a_revision_that_no_earlier_one_can_reach() -> None:
+    world = two_cores()
+    world.send(submit("a"), submit("b"), progress("a", ROLLOUT))
+    before = dict(world.allocations)
+    world.restart(term=3)
+    assert {key: a.units for key, a in world.allocations.items()} == {key: a.units for key, a in before.items()}
+    assert {a.revision for a in world.allocations.values()} == {3 * REVISIONS_PER_TERM + 1}
+    assert world.decisions[-1].revision == 3 * REVISIONS_PER_TERM + 1, "observers hear that there is a new leader"
+    world.send(progress("a", TRAIN))
+    assert world.highest == 3 * REVISIONS_PER_TERM + 2
+    world.restart(term=4)
+    assert min(a.revision for a in world.allocations.values()) > 4 * REVISIONS_PER_TERM
+
+
 def test_revisions_go_on_above_what_a_worker_has_in_force() -> None:
     world = World()
     known = m.Worker(
@@ -337,9 +351,33 @@ def test_a_worker_that_cannot_run_a_job_gets_no_units_for_it() -> None:
 def test_a_job_that_no_rollout_worker_can_run_fails_with_the_reason() -> None:
     world = two_cores()
     world.send(submit("a"), submit("b"), progress("a", ROLLOUT))
-    world.send(cannot(world.workers["r0"], "a"), cannot(world.workers["r1"], "a"))
+    world.send(cannot(world.workers["r0"], "a"), cannot(world.workers["r1"], "a"), e.Tick())
     assert world.ended["a"].outcome is m.Outcome.FAILED
     assert "no memory for the KV cache" in world.ended["a"].reason
     assert world.running() == ["b"]
     world.send(cannot(world.workers["r0"], "a"), cannot(world.workers["r1"], "a"))  # repeated by every heartbeat
     assert list(world.ended) == ["a"]
+
+
+def test_a_job_whose_last_able_worker_leaves_fails_as_well() -> None:
+    world = two_cores()
+    world.send(submit("a"), progress("a", ROLLOUT), cannot(world.workers["r0"], "a"))
+    world.wait(5)
+    assert world.running() == ["a"]
+    world.send(e.WorkerLeft("r1"), e.Tick())
+    assert world.ended["a"].outcome is m.Outcome.FAILED
+
+
+def test_a_job_that_crashes_its_trainer_fails() -> None:
+    world = two_cores()
+    world.send(submit("a"), cannot(world.workers["t0"], "a"), e.Tick())
+    assert "no memory for the KV cache" in world.ended["a"].reason
+
+
+def test_a_job_may_be_silent_for_as_long_as_one_of_its_trajectories_may_take() -> None:
+    world = two_cores(limits=Limits(stall_s=5.0))
+    world.send(submit("a"), progress("a", ROLLOUT))
+    world.wait(25)
+    assert world.running() == ["a"]
+    world.wait(10)
+    assert world.jobs["a"].reason == "no progress for 30 s in rollout"

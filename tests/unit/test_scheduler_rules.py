@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from libs.common import messages as m
 from libs.common.errors import RuleViolation
+from services.scheduler import commands as c
 from services.scheduler import events as e
 from services.scheduler.allocations import Allocations, complete
 from services.scheduler.core import Limits
@@ -93,10 +94,14 @@ class Stranding:
 
 def test_the_scheduler_refuses_a_policy_that_breaks_a_rule() -> None:
     world = two_cores()
-    world.scheduler._policy = Stranding()
-    with pytest.raises(RuleViolation, match="everything to everybody"):
-        world.send(submit("a"))
+    world.scheduler._policy, world.refusals_expected = Stranding(), True
+    world.send(submit("a"))
+    assert world.notes == [c.REFUSED]
     assert world.allocations == {}
+    assert world.jobs["a"].state is m.JobState.QUEUED  # what the event itself means isn't lost with the plan
+    world.send(e.CancelRequested("a", "no"))
+    assert world.ended["a"].outcome is m.Outcome.CANCELLED
+    assert world.jobs["a"].state is m.JobState.ENDED
 
 
 # --- random histories ------------------------------------------------------------------------------------------------

@@ -1,22 +1,25 @@
 """What a step is summarised as, and what a user is warned of."""
 
+import msgspec
+
 from libs.common.history import History
-from libs.common.store import Record, TrajectoryId
 from libs.common.tokens import PolicyVersion, sampled
+from libs.common.trajectory import Record, TrajectoryId
 from services.trainer.checkpoints import Kept, droppable
 from services.trainer.summary import account, summarise, warnings_of
 from tests.trajectories import spec_of
 
 
-def record(group: int, sample: int, reward: float | None, *, stop: str = "stop", tokens: int = 3) -> Record:
+def record(group: int, sample: int, reward: float | None, *, stop: str = "stop", tokens: int = 3, **counts: int) -> Record:
     return Record(
         spec=spec_of(TrajectoryId("job", group, sample)),
         state="failed" if reward is None else "scored",
         epoch=1,
-        attempts=1,
         tokens=sampled([1] * tokens, [0.0] * tokens, PolicyVersion(0)),
         stop_reason=stop,
         reward=reward,
+        claims=1,
+        **counts,
     )
 
 
@@ -54,13 +57,41 @@ def test_a_warning_comes_once() -> None:
 
 
 def test_a_steps_samples_are_added_to_the_history() -> None:
-    history = History(rewards=[0.1], tokens=7, trained=8)
+    history = History(steps=1, first_rewards=[0.1], rewards=[0.1], tokens=7, trained=8)
     groups = [[record(0, 0, 1.0, stop="length"), record(0, 1, None)], [record(1, 0, 0.0), record(1, 1, 0.0)]]
     prompts = sum(len(item.spec.prompt_ids) for group in groups for item in group)
     account(history, groups)
-    assert history.rewards == [0.1, 1 / 3]
+    assert history.rewards == history.first_rewards == [0.1, 1 / 3]
+    assert history.steps == 2
     assert history.tokens == 7 + prompts + 4 * 3
     assert (history.failed, history.truncated, history.retries) == (1, 1, 0)
+
+
+def test_what_is_told_of_a_long_job_stays_small() -> None:
+    history = History()
+    for step in range(100_000):
+        history.rewarded(step / 100_000)
+        history.evaluations.append((step, 0.5))
+    told = history.abridged()
+    assert (told.steps, told.first_rewards, told.rewards[-1]) == (100_000, [0.0, 1e-05, 2e-05], 0.99999)
+    assert len(msgspec.msgpack.encode(told)) < 10_000
+    assert len(history.rewards) == 100_000
+
+
+def test_what_it_took_to_get_the_samples_is_counted_by_step_and_by_job() -> None:
+    history = History(retries=1, deaths=10, moves=4)
+    survivor = record(0, 0, 1.0, failures=1, deaths=3, resumes=2, moves=1, recomputed=50)
+    poison = record(0, 1, None, deaths=2)
+    metrics = account(history, [[survivor, poison]]).metrics()
+    assert {name: value for name, value in metrics.items() if name.startswith("durability/")} == {
+        "durability/retries": 1,
+        "durability/deaths": 5,
+        "durability/resumes": 2,
+        "durability/moves": 1,
+        "durability/recomputed_tokens": 50,
+    }
+    assert (history.retries, history.deaths, history.resumes, history.moves) == (2, 15, 2, 5)
+    assert history.recomputed_tokens == 50
 
 
 def test_newest_and_best_checkpoints_are_kept() -> None:

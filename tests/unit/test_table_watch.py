@@ -1,10 +1,10 @@
 """A renewed watch never takes a value for gone because the end of its snapshot was marked too early."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import structlog
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import KeyNotFoundError
 from nats.js.kv import KeyValue
@@ -36,6 +36,15 @@ class Watcher:
         return
 
 
+class Standing:
+    """A connection that nothing happens to."""
+
+    async def ask(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        return await attempt()
+
+    while_up = ask
+
+
 class Bucket:
     """Watches as scripted, one after the other; ``current`` is what is really there."""
 
@@ -54,9 +63,9 @@ class Bucket:
 @pytest.mark.parametrize(("there", "expected"), [(True, [1, 2]), (False, [1, None])])
 async def test_a_snapshot_that_ends_before_it_begins(there: bool, expected: list[int | None]) -> None:
     second: list[KeyValue.Entry | None] = [None, entry(2)] if there else [None]
+    connection: Any = Standing()
     bucket: Any = Bucket([[entry(1), None], second], entry(2) if there else None)
-    unused: Any = None
-    table = Table(unused, bucket, bucket="b", kind=m.PolicyPublished, log=structlog.get_logger())
+    table = Table(connection, bucket, bucket="b", kind=m.PolicyPublished)
     told: list[int | None] = []
     async with asyncio.timeout(tables.REWATCH_S):
         async for change in table.watch():

@@ -1,0 +1,316 @@
+"""One job on rollout instances, with real servers and a replay engine: taking in, handing over, adopting, suspects."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from libs.common import messages as m
+from libs.common import subjects
+from libs.common.bus import Bus
+from libs.common.errors import NodeError
+from libs.common.job import Job, job_from
+from libs.common.policy_store import PolicyStore
+from libs.common.settings import default_settings
+from libs.common.store import TrajectoryStore
+from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import Claim, Record, TrajectoryId
+from services.rollout.job_runtime import JobRuntime
+from tests.contexts import context_of
+from tests.tiny_model import build_tiny_model
+from tests.trajectories import spec_of
+
+V = PolicyVersion(1, 1)
+LENGTH = 60
+SLOW = {"decode_ms": 10.0}
+
+
+def job_of(**sections: Any) -> Job:
+    """Responses of exactly LENGTH tokens, stored every 4 of them."""
+    engine_args = {"lengths": {"kind": "uniform", "low": LENGTH, "high": LENGTH}, "vocab_size": 512}
+    raw = {
+        "name": "small",
+        "model": {"path": "m"},
+        "data": {"task": "t"},
+        "rollout": {"engine": "replay", "max_new_tokens": 100, "checkpoint_tokens": 4, "lease_s": 0.9, "max_turns": 1},
+    }
+    merged = {name: {**raw.get(name, {}), **section} for name, section in ({"rollout": {}} | sections).items()}  # type: ignore[dict-item]
+    merged["rollout"]["engine_args"] = engine_args | merged["rollout"].get("engine_args", {})
+    return job_from(raw | merged, file="test")
+
+
+class Rollouts:
+    """A job's rollout instances in this process."""
+
+    def __init__(self, bus: Bus, store: TrajectoryStore, uid: str, folder: Path, job: Job) -> None:
+        self.bus, self.store, self.uid, self.folder, self.job = bus, store, uid, folder, job
+        self.policies = PolicyStore(str(folder / "policies"), mirror=folder / "mirror")
+        self.ids: list[TrajectoryId] = []
+
+    async def publish_policy(self, version: PolicyVersion = V) -> None:
+        """Put a version in force."""
+        build_tiny_model(self.policies.prepare(self.uid, version))
+        digest = self.policies.complete(self.uid, version)
+        url = self.policies.url(self.uid, version)
+        published = m.PolicyPublished(sender="t", job_uid=self.uid, version=version, url=url, digest=digest)
+        await (await self.bus.table(m.PolicyPublished)).put(self.uid, published)
+
+    async def issue(self, count: int, *, policy: PolicyVersion = V, **fields: Any) -> None:
+        """Create trajectories and announce them."""
+        new = [TrajectoryId(self.uid, 0, sample) for sample in range(len(self.ids), len(self.ids) + count)]
+        self.ids += new
+        limits = {"max_new_tokens": 100, "max_turns": self.job.rollout.max_turns, "step": policy.step}
+        await self.store.create([spec_of(id, seed=id.sample, **(limits | fields)) for id in new])
+        await self.announce(new, policy=policy)
+
+    async def announce(self, ids: Sequence[TrajectoryId], *, policy: PolicyVersion = V, attempt: int = 0) -> None:
+        tasks = [
+            m.StartRollout(
+                sender="t", job_uid=self.uid, step=policy.step, group=0, sample=id.sample, policy=policy, attempt=attempt
+            )
+            for id in ids
+        ]
+        await self.bus.publish_all(tasks)
+
+    @asynccontextmanager
+    async def instance(self, name: str, *, max_running: int = 64) -> AsyncIterator[JobRuntime]:
+        """A rollout instance that holds the job, with one unit."""
+        context = await context_of(f"{name}-{self.uid}", default_settings(self.folder), self.bus, self.store)
+        record = m.JobRecord(sender="s", job_uid=self.uid, job=self.job, state=m.JobState.RUNNING, submitted_at=0.0)
+        runtime = JobRuntime(context, record, self.policies)
+
+        async def adopt(request: m.AdoptTrajectories) -> m.Answer:
+            return m.Answer(sender=name, count=await runtime.adopt(request.offers))
+
+        await context.endpoints.answer(m.AdoptTrajectories, adopt)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runtime.run)
+            await self.allocate(runtime, (0,), revision=1, max_running=max_running)
+            yield runtime
+            await runtime.stop()
+
+    async def allocate(self, runtime: JobRuntime, units: tuple[int, ...], *, revision: int, max_running: int = 64) -> None:
+        allocation = m.Allocation(
+            sender="s",
+            instance="any",
+            job_uid=self.uid,
+            units=units,
+            memory_mb=100,
+            max_running=max_running,
+            revision=revision,
+        )
+        await runtime.allocate(allocation)
+
+    async def records(self) -> list[Record]:
+        found = await self.store.read(self.ids)
+        return [record for record in found if record is not None]
+
+    async def until(self, condition: Callable[[list[Record]], bool], *, within_s: float = 20.0) -> list[Record]:
+        with anyio.fail_after(within_s):
+            while not condition(records := await self.records()):
+                await anyio.sleep(0.01)
+        return records
+
+    async def all_finished(self) -> list[Record]:
+        return await self.until(lambda records: all(record.state == "finished" for record in records))
+
+
+Open = Callable[[Job], Awaitable[Rollouts]]
+
+
+@pytest.fixture
+def rollouts(bus: Bus, store: TrajectoryStore, job_uid: str, tmp_path: Path) -> Open:
+    async def opened(job: Job) -> Rollouts:
+        await bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(job_uid), job_uid=job_uid)
+        world = Rollouts(bus, store, job_uid, tmp_path, job)
+        await world.publish_policy()
+        return world
+
+    return opened
+
+
+def ids_of(records: Sequence[Record]) -> list[list[int]]:
+    return [record.tokens["id"].tolist() for record in records]
+
+
+async def undisturbed(world: Rollouts, count: int) -> list[list[int]]:
+    """What the trajectories are when nothing happens to them."""
+    async with world.instance("calm"):
+        await world.issue(count)
+        return ids_of(await world.all_finished())
+
+
+def begun(records: list[Record]) -> bool:
+    return all(len(record.tokens) >= 8 for record in records)
+
+
+async def test_what_is_drained_goes_on_elsewhere_from_its_last_token(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW}))
+    async with world.instance("first"):
+        await world.issue(4)
+        await world.until(begun)
+    stored = await world.records()
+    assert {record.state for record in stored} == {"pending"}
+    async with world.instance("second"):
+        done = await world.all_finished()
+    assert [len(record.tokens) for record in done] == [LENGTH] * 4
+    for before, after in zip(stored, done, strict=True):
+        assert (after.tokens[: len(before.tokens)] == before.tokens).all()  # ids, log-probs and versions
+    assert [(record.claims, record.deaths, record.resumes) for record in done] == [(2, 0, 1)] * 4
+    assert all(record.recomputed >= len(before.tokens) for record, before in zip(done, stored, strict=True))
+
+
+async def test_moved_trajectories_equal_undisturbed_ones(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW}))
+    async with world.instance("source", max_running=4) as source, world.instance("target", max_running=0) as target:
+        await world.issue(4)
+        await world.until(begun)
+        assert await source.release(3, target=f"target-{world.uid}") == 3
+        moved = await world.until(lambda records: sum(record.owner.startswith("target") for record in records) == 3)
+        assert {record.state for record in moved} == {"running"}
+        assert await target.release(2, target=f"source-{world.uid}") == 2
+        done = await world.all_finished()
+    assert sorted(record.moves for record in done) == [0, 1, 2, 2]
+    assert all(record.claims == 1 and record.deaths == 0 for record in done)
+    other = await rollouts(job_of())
+    other.uid = f"{world.uid}-calm"
+    await other.bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(other.uid), job_uid=other.uid)
+    await other.publish_policy()
+    assert ids_of(done) == await undisturbed(other, 4)
+
+
+async def test_what_a_target_does_not_adopt_is_anyones_after_a_moment(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW}))
+    async with world.instance("source") as source:
+        await world.issue(2)
+        await world.until(begun)
+        assert await source.release(2, target="nobody") == 2
+        owners = {record.owner for record in await world.records()}
+        assert owners == {"nobody"}
+        await anyio.sleep(2.1)
+        assert await world.store.states(world.ids) == ["expired", "expired"]
+        await world.announce(world.ids, attempt=1)
+        done = await world.all_finished()
+    assert [len(record.tokens) for record in done] == [LENGTH] * 2
+
+
+async def test_an_instance_that_cannot_run_a_job_adopts_nothing(rollouts: Open) -> None:
+    world = await rollouts(job_of())
+    async with world.instance("idle") as runtime:
+        await runtime.stop()
+        with pytest.raises(NodeError, match="no engine"):
+            await runtime.adopt([m.Offer(0, 0, 1)])
+
+
+async def test_a_paused_instance_keeps_what_it_has_and_goes_on(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW}))
+    async with world.instance("one") as runtime:
+        await world.issue(2)
+        await world.until(begun)
+        await world.allocate(runtime, (), revision=2)
+        with anyio.fail_after(5):
+            while runtime.revision < 2:
+                await anyio.sleep(0.01)
+        await anyio.sleep(0.1)
+        paused = await world.records()
+        await anyio.sleep(1.2)  # longer than a lease
+        assert ids_of(await world.records()) == ids_of(paused)
+        await world.allocate(runtime, (0,), revision=3)
+        done = await world.all_finished()
+    assert all(record.claims == 1 for record in done)
+
+
+async def test_an_engine_that_is_killed_is_a_death_to_those_in_it_and_they_go_on(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW}))
+    async with world.instance("one"):
+        await world.issue(3)
+        await world.until(begun)
+        kill_engine()
+        done = await world.all_finished()
+    assert [(record.deaths, record.failures, record.resumes) for record in done] == [(1, 0, 1)] * 3
+    assert [len(record.tokens) for record in done] == [LENGTH] * 3
+
+
+async def test_one_that_waits_for_a_tool_does_not_die_with_the_engine(rollouts: Open) -> None:
+    environment = {"name": "scripted", "args": {"replies": ["more"], "latency_s": [3.0, 3.0]}}
+    world = await rollouts(job_of(environment=environment, rollout={"max_turns": 2, "max_new_tokens": 200}))
+    async with world.instance("one"):
+        await world.issue(2, max_new_tokens=200)
+        await world.until(lambda records: all(len(record.tokens) == LENGTH for record in records))
+        kill_engine()
+        done = await world.all_finished()
+    assert [(record.deaths, record.claims, record.turns) for record in done] == [(0, 1, 2)] * 2
+
+
+async def test_a_suspect_runs_alone(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW}))
+    await world.issue(5)
+    for _ in range(2):  # two workers that are never heard of again
+        (claim,) = await world.store.claim(world.ids[:1], owner="dead", ttl_ms=-1)
+        assert isinstance(claim, Claim)
+    beside: set[str] = set()
+
+    def watched(records: list[Record]) -> bool:
+        suspect, *others = records
+        if suspect.state == "running" and len(suspect.tokens):
+            beside.update(record.state for record in others)
+        return all(record.state == "finished" for record in records)
+
+    async with world.instance("one"):
+        done = await world.until(watched)
+    assert beside
+    assert "running" not in beside
+    assert [record.deaths for record in done] == [2, 0, 0, 0, 0]
+
+
+async def test_one_that_kills_its_engine_alone_is_failed_and_the_others_go_on(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW | {"deadly_seeds": [1]}}))
+    async with world.instance("one"):
+        await world.issue(3)
+        one, poison, other = await world.until(
+            lambda records: [record.state for record in records] == ["finished", "failed", "finished"], within_s=60
+        )
+    assert (
+        poison.error
+        == "killed its worker twice while it ran alone; last error: engine: the engine process ended: exit code 1"
+    )
+    assert poison.deaths == 4
+    assert [(record.deaths, record.failures, len(record.tokens)) for record in (one, other)] == [(2, 0, LENGTH)] * 2
+
+
+async def test_tasks_of_a_policy_that_is_still_being_loaded_wait_for_it(rollouts: Open) -> None:
+    world = await rollouts(job_of())
+    async with world.instance("one"):
+        await world.issue(1)
+        await world.all_finished()
+        later = PolicyVersion(2, 1)
+        await world.issue(3, policy=later)
+        await anyio.sleep(0.3)
+        assert {record.state for record in (await world.records())[1:]} == {"pending"}
+        await world.publish_policy(later)
+        done = await world.all_finished()
+    assert {int(step) for record in done[1:] for step in record.tokens["step"]} == {2}
+
+
+async def test_tokens_of_another_policy_are_not_continued(rollouts: Open) -> None:
+    world = await rollouts(job_of())
+    later = PolicyVersion(2, 1)
+    await world.issue(1)
+    (claim,) = await world.store.claim(world.ids, owner="dead", ttl_ms=-1)
+    assert isinstance(claim, Claim)
+    del claim
+    await world.publish_policy(later)
+    async with world.instance("one"):
+        await world.announce(world.ids, policy=later, attempt=1)
+        (done,) = await world.all_finished()
+    assert set(done.tokens["step"].tolist()) == {2}
+
+
+def kill_engine() -> None:
+    """End the replay engine that this process has running."""
+    (engine,) = [each for each in psutil.Process().children() if "services.rollout.engine_process" in each.cmdline()]
+    engine.kill()
