@@ -20,7 +20,7 @@ from services.rollout.engine import TurnRequest
 from services.rollout.runner import EngineLost
 from services.rollout.vllm_engine import engine_environment
 
-LOAD_TRIES = 3
+LOAD_TRIES = 2
 
 Receiver = Callable[[wire.FromEngine], Awaitable[None]]
 

@@ -21,6 +21,7 @@ from libs.common.settings import PluginSettings, default_settings, save_settings
 from libs.node.node_file import read_node_file
 from tests.tiny_model import build_tiny_model
 
+LENGTHS = {"kind": "uniform", "low": 4, "high": 12}
 PLUGINS = Path(__file__).parents[1] / "plugins"
 
 
@@ -43,9 +44,16 @@ class NodeUnderTest:
         shown: dict[str, Any] = json.loads(self.jigsaw("show", uid, "--json").stdout)
         return shown
 
-    def submit(self, folder: Path, **sections: Any) -> str:
-        """Write a job file (tiny model, small steps; ``sections`` on top) and submit it; returns its uid."""
+    def submit(self, folder: Path, *, replayed: bool = False, **sections: Any) -> str:
+        """Write a job file (tiny model, small steps; ``sections`` on top) and submit it; returns its uid.
+
+        Args:
+            replayed: engine and training are replays, for tests about something else than a model.
+        """
         job = self._job(folder, sections)
+        if replayed:
+            job["rollout"] |= {"engine": "replay", "engine_args": {"lengths": LENGTHS, "vocab_size": 512}}
+            job["train"] |= {"engine": "replay"}
         file = folder / f"{job['name']}.json"
         file.write_text(json.dumps(job))
         submitted = json.loads(self.jigsaw("submit", str(file), "--json").stdout)

@@ -55,7 +55,7 @@ def test_what_a_job_leaves_behind(node: NodeUnderTest, tmp_path: Path) -> None:
 def test_two_jobs_in_turn_each_end_once(node: NodeUnderTest, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    first = node.submit(tmp_path / "a", name="first")
+    first = node.submit(tmp_path / "a", replayed=True, name="first")
     second = node.submit(
         tmp_path / "b",
         name="second",
@@ -72,7 +72,7 @@ def test_two_jobs_in_turn_each_end_once(node: NodeUnderTest, tmp_path: Path) -> 
 def test_a_scorer_that_fails_fails_the_job_with_its_reason(node: NodeUnderTest, tmp_path: Path, function: str) -> None:
     reward = {"function": f"jigsaw_test_rewards:{function}", "timeout_s": 0.2}
     rollout = {"batch": 1, "group": 2}
-    uid = node.submit(tmp_path, name=f"bad-{function}", reward=reward, rollout=rollout)
+    uid = node.submit(tmp_path, replayed=True, name=f"bad-{function}", reward=reward, rollout=rollout)
     ended = node.wait(uid)
     assert ended["status"] == "failed"
     assert "no group has two scored samples" in ended["reason"]
@@ -88,7 +88,7 @@ def test_a_job_whose_engine_cannot_be_loaded_fails_with_its_reason(node: NodeUnd
 
 
 def test_a_constant_reward_is_warned_of_once(node: NodeUnderTest, tmp_path: Path) -> None:
-    uid = node.submit(tmp_path, name="constant", reward={"function": "jigsaw_test_rewards:constant"})
+    uid = node.submit(tmp_path, replayed=True, name="constant", reward={"function": "jigsaw_test_rewards:constant"})
     ended = node.wait(uid)
     assert ended["status"] == "succeeded"
     warnings = [text for text in ended["warnings"] if "same reward (0.5)" in text]
@@ -96,7 +96,7 @@ def test_a_constant_reward_is_warned_of_once(node: NodeUnderTest, tmp_path: Path
 
 
 def test_cancel_ends_a_running_job_within_seconds(node: NodeUnderTest, tmp_path: Path) -> None:
-    uid = node.submit(tmp_path, name="endless-job", train={"steps": 10_000})
+    uid = node.submit(tmp_path, replayed=True, name="endless-job", train={"steps": 10_000})
     deadline = time.monotonic() + 60
     while not node.show(uid)["rewards"]:
         assert time.monotonic() < deadline

@@ -14,9 +14,7 @@ STEPS = 5
 
 
 def test_a_replayed_job_succeeds(node: NodeUnderTest, tmp_path: Path) -> None:
-    lengths = {"kind": "uniform", "low": 4, "high": 12}
-    rollout = {"engine": "replay", "engine_args": {"lengths": lengths, "vocab_size": 512}}
-    uid = node.submit(tmp_path, name="replayed", rollout=rollout, train={"engine": "replay", "steps": STEPS})
+    uid = node.submit(tmp_path, replayed=True, name="replayed", train={"steps": STEPS})
     ended = node.wait(uid)
     assert ended["status"] == "succeeded", ended
     assert ended["trajectories_trained"] == STEPS * 16
