@@ -35,6 +35,8 @@ from libs.common.tables import Table
 
 DEDUPE_WINDOW_S = 120.0
 ACK_WAIT_S = 30.0
+JOBS_ACK_WAIT_S = 10.0
+"""The scheduler is done with a message in moments; what a dead one had fetched comes to its successor after this."""
 
 M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
@@ -192,10 +194,10 @@ class Bus:
 
     async def ensure_job_queue(self, name: str) -> None:
         """The consumer for everything on the jobs stream."""
-        await self._ensure(m.SubmitJob, name, subjects.ALL_JOBS)
+        await self._ensure(m.SubmitJob, name, subjects.ALL_JOBS, ack_wait_s=JOBS_ACK_WAIT_S)
 
-    async def _ensure(self, kind: type[m.Message], name: str, subject: str) -> None:
-        config = ConsumerConfig(durable_name=name, filter_subject=subject, ack_wait=ACK_WAIT_S, max_ack_pending=10_000)
+    async def _ensure(self, kind: type[m.Message], name: str, subject: str, *, ack_wait_s: float = ACK_WAIT_S) -> None:
+        config = ConsumerConfig(durable_name=name, filter_subject=subject, ack_wait=ack_wait_s, max_ack_pending=10_000)
         await self.ask(lambda: self._js.add_consumer(_stream_of(kind), config))
 
     async def drop_consumer(self, kind: type[m.Message], name: str) -> None:
