@@ -5,7 +5,7 @@ import sys
 import typer
 
 from libs.cli import cluster, demo, doctor, jobs, node, render, samples, submit
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, leaves
 from libs.node.supervisor import Interrupted
 
 INTERRUPTED = 130
@@ -35,19 +35,12 @@ def main() -> None:
     try:
         make_app()()
     except* JigsawError as group:
-        errors.extend(_leaves(group))
+        errors.extend(leaves(group))
     except* KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     if errors:
         render.warn(f"jigsaw: {errors[0]}")
         sys.exit(INTERRUPTED if isinstance(errors[0], Interrupted) else 1)
-
-
-def _leaves(group: BaseExceptionGroup[JigsawError]) -> list[JigsawError]:
-    found: list[JigsawError] = []
-    for error in group.exceptions:
-        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
-    return found
 
 
 if __name__ == "__main__":

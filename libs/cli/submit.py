@@ -43,9 +43,9 @@ def submit(
 
     Example: jigsaw submit examples/demo-products.toml --steps 5 --watch
     """
-    load_job(file)  # a mistake in the file is told even where no node is up
+    job = _read(file, steps=steps)  # first, so that a mistake in the file is told even where no node is up
     target = options.locate(home, url, redis_url)
-    job = prepared(file, steps=steps, settings=target.settings)
+    check_job(job, file=str(file), settings=target.settings)
     anyio.run(_submit, target, job, watch, json)
 
 
@@ -55,11 +55,16 @@ def prepared(file: Path, *, steps: int | None, settings: NodeSettings | None) ->
     Raises:
         JigsawError: what is wrong with it.
     """
-    job = load_job(file)
-    if steps is not None:
-        job = msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, steps=steps))
+    job = _read(file, steps=steps)
     check_job(job, file=str(file), settings=settings)
     return job
+
+
+def _read(file: Path, *, steps: int | None) -> Job:
+    job = load_job(file)
+    if steps is None:
+        return job
+    return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, steps=steps))
 
 
 async def queue(bus: Bus, job: Job) -> str:

@@ -4,6 +4,10 @@ One root, so that an edge (CLI, service shell) can tell "we know what went wrong
 line that a user can act on; fields carry what a program needs.
 """
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class JigsawError(Exception):
     """Root of all expected errors; its text is one line for the user."""
@@ -77,3 +81,10 @@ class TransitionError(JigsawError):
 
 class RuleViolation(JigsawError):
     """A scheduling decision breaks a rule that every decision must keep."""
+
+
+def leaves(error: E | BaseExceptionGroup[E]) -> list[E]:
+    """The single errors in a nested group, what was raised first first; of a single error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for part in error.exceptions for leaf in leaves(part)]

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.changes import Changes
-from libs.common.errors import Unreachable
+from libs.common.errors import Unreachable, leaves
 from libs.common.service import Context, now
 
 HEARTBEAT_S = 2.0
@@ -190,13 +190,10 @@ class Holdings(Generic[H]):
 
 def _is_infrastructure(error: BaseException) -> bool:
     """Whether bus or store are gone, which is no job's fault: the process ends, and begins anew when they are back."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(_is_infrastructure(part) for part in error.exceptions)
-    return isinstance(error, (NatsError, RedisError, Unreachable))
+    return any(isinstance(leaf, (NatsError, RedisError, Unreachable)) for leaf in leaves(error))
 
 
 def _reason(error: BaseException) -> str:
-    """The first error of a nested group, in words."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    """What went wrong first, in words."""
+    first = leaves(error)[0]
+    return f"{type(first).__name__}: {first}"

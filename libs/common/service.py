@@ -20,7 +20,7 @@ from structlog.typing import FilteringBoundLogger
 
 from libs.common.bus import Bus
 from libs.common.endpoints import Endpoints
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, leaves
 from libs.common.logging import configure
 from libs.common.settings import Addresses, NodeSettings, load_settings
 from libs.common.store import TrajectoryStore
@@ -63,7 +63,8 @@ def run_service(role: str, body: Body, *, sets_up_bus: bool = False) -> None:
         shell = _Shell(role, body, arguments.instance, settings, log, sets_up_bus)
         anyio.run(_serve, shell)
     except* JigsawError as group:
-        for error in _leaves(group):
+        failures: list[JigsawError] = leaves(group)
+        for error in failures:
             log.error("service_failed", error=str(error))
         sys.exit(1)
 
@@ -120,10 +121,3 @@ async def _stop_on_signal(context: Context, scope: anyio.CancelScope) -> None:
 def now() -> float:
     """Wall-clock time in seconds, for messages."""
     return time.time()
-
-
-def _leaves(group: BaseExceptionGroup[JigsawError]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
-    return found

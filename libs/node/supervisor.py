@@ -18,7 +18,7 @@ import psutil
 from structlog.typing import FilteringBoundLogger
 
 from libs.common.bus import Bus
-from libs.common.errors import JigsawError, NodeError
+from libs.common.errors import JigsawError, NodeError, leaves
 from libs.common.messages import Ping
 from libs.common.settings import Addresses, NodeSettings, save_settings
 from libs.node.node_file import NodeFile, remove_node_file, sole_node, write_node_file
@@ -78,7 +78,7 @@ async def run_node(
         try:
             return await _Supervisor(settings, home, log).run(body, ports)
         except* JigsawError as group:
-            failures.append(_first(group))
+            failures += leaves(group)  # what went wrong first took everything else down
     raise failures[0]
 
 
@@ -224,12 +224,6 @@ class _Supervisor:
             service.kill()
         for server in self._servers:
             server.kill()
-
-
-def _first(group: BaseExceptionGroup[JigsawError]) -> JigsawError:
-    """One error of a nested group: what went wrong first took everything else down."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _answers(bus: Bus, instance: str) -> bool:

@@ -236,7 +236,7 @@ class JobRuntime:
             await self._alone_if_suspect(trajectory)
             await trajectory.run()
             (state,) = await self._context.store.states([trajectory.id])
-            task = self._task(Released(trajectory.claim.spec, trajectory.claim.epoch))
+            task = self._task(trajectory.claim)
             if state == "finished":
                 await bus.publish(m.following(task, m.TrajectoryFinished, sender=sender))
             elif state == "pending":
@@ -266,7 +266,7 @@ class JobRuntime:
             self._log.warning("not_handed_back", trajectories=len(self._leases))
             self._leases.lose_all("engine or store didn't answer in time")
 
-    def _task(self, one: Released) -> m.StartRollout:
+    def _task(self, one: Claim | Released) -> m.StartRollout:
         """The announcement of a trajectory; the claim's epoch numbers it."""
         return m.StartRollout(
             sender=self._context.instance,

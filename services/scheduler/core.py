@@ -222,7 +222,7 @@ class Scheduler:
         workers = self._workers.views()
         holders = [workers[instance] for instance, held in self._allocations if held == uid and instance in workers]
         for role in m.Role:
-            reasons = [self._workers.broken(holder.instance, uid) for holder in holders if holder.role is role]
+            reasons = [holder.broken.get(uid, "") for holder in holders if holder.role is role]
             if reasons and all(reasons):
                 return reasons[0]
         return ""

@@ -16,6 +16,7 @@ import anyio
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
+from libs.common.changes import Changes
 from libs.common.errors import JigsawError
 from libs.common.subjects import LEADER_KEY
 from libs.common.tables import Change, Table
@@ -101,7 +102,7 @@ class Leadership:
     ) -> None:
         self._table, self._instance, self._lease_s, self._log, self._clock = table, instance, lease_s, log, clock
         self._tenure, self._sighting = Tenure(lease_s), Sighting(lease_s)
-        self._changed = anyio.Event()
+        self._changes = Changes()
         self._revision, self._term = 0, 0
 
     async def take(self) -> int:
@@ -111,9 +112,8 @@ class Leadership:
             tasks.start_soon(self._watch)
             self._log.info("standing_by")
             while self._tenure.left_s(self._clock()) <= 0:
-                changed = self._changed
                 with anyio.move_on_after(self._sighting.vacant_in_s(self._clock())) as vacant:
-                    await changed.wait()
+                    await self._changes.next()
                 if vacant.cancelled_caught:
                     await self._try()
             tasks.cancel_scope.cancel()
@@ -174,5 +174,4 @@ class Leadership:
 
     def _see(self, entry: Change[m.Leadership] | None) -> None:
         if self._sighting.see(entry, self._clock()):
-            self._changed.set()
-            self._changed = anyio.Event()
+            self._changes.notify()

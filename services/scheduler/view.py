@@ -21,14 +21,14 @@ class DeviceView(msgspec.Struct, frozen=True):
 class WorkerView(msgspec.Struct, frozen=True):
     """An instance that can take work, with at most ``max_units`` units over all its jobs.
 
-    ``broken`` are jobs that it says it can't compute: units for these would be wasted.
+    ``broken`` says, by job, why it can't compute one: units for that would be wasted.
     """
 
     instance: str
     role: m.Role
     device: str
     max_units: int
-    broken: frozenset[str] = frozenset()
+    broken: dict[str, str] = {}
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,15 +36,10 @@ class Workers:
     def views(self) -> dict[str, WorkerView]:
         """Instances that can take work, by id."""
         views = (
-            WorkerView(worker.sender, worker.role, worker.device, worker.max_units, frozenset(worker.broken))
+            WorkerView(worker.sender, worker.role, worker.device, worker.max_units, worker.broken)
             for worker in self._usable()
         )
         return {view.instance: view for view in sorted(views, key=lambda view: view.instance)}
-
-    def broken(self, instance: str, job_uid: str) -> str:
-        """Why an instance can't compute a job, or ""."""
-        worker = self._presence.get(instance)
-        return worker.broken.get(job_uid, "") if worker else ""
 
     def devices(self) -> dict[str, DeviceView]:
         """Devices of instances that can take work; where instances disagree about one, the least is believed."""
