@@ -20,7 +20,8 @@ from libs.common.changes import Changes
 from libs.common.errors import Unreachable, leaves
 from libs.common.service import Context, now
 
-HEARTBEAT_S = 2.0
+HEARTBEATS = 5
+"""So often does an instance tell that it is there within the time after which it would count as gone."""
 CRASHES = 3
 """So often a job may crash here before this instance gives it up."""
 
@@ -124,10 +125,11 @@ class Holdings(Generic[H]):
     async def _announce(self) -> None:
         """Keep this worker's presence fresh until cancelled; then say that it is gone."""
         table = await self._bus.table(m.Worker)
+        heartbeat_s = self._context.settings.worker_lost_s / HEARTBEATS
         try:
             while True:
                 await table.put(self._instance, self.presence())
-                with anyio.move_on_after(HEARTBEAT_S):
+                with anyio.move_on_after(heartbeat_s):
                     await self._changes.next()
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(1.0), contextlib.suppress(Unreachable):

@@ -1,12 +1,13 @@
 """Issues a step's trajectories and gathers them: messages say when to look, the store says what is so.
 
-Every few seconds the store is asked about whatever is still missing, so a lost message costs seconds and never a sample.
+Every now and then the store is asked about whatever is still missing, so a lost message costs some time and never a sample.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
@@ -18,18 +19,41 @@ from libs.common.trajectory import TERMINAL, Record, TrajectoryId, TrajectorySpe
 from services.trainer.job_data import JobData
 from services.trainer.steps import StepLedger
 
-RECONCILE_S = 3.0
-SECOND_LOOK_S = 1.0
-"""After a look that saw a lease run out: one that still has is then announced again."""
-QUIET_S = 15.0
-"""A trajectory that nobody has claimed is announced again once nothing at all has come back for this long."""
+
+class Waits(msgspec.Struct, frozen=True):
+    """How long the trainer waits for news, in seconds.
+
+    Attributes:
+        look: between two looks into the store.
+        second_look: after a look that saw a lease run out: one that still has is then announced again.
+        quiet: a trajectory that nobody works on is announced again once nothing at all has come back for this long.
+    """
+
+    look: float
+    second_look: float
+    quiet: float
+
+    @classmethod
+    def of(cls, lease_s: float) -> Self:
+        """In proportion to the job's leases: looking more often than they run out would find nothing."""
+        return cls(look=0.6 * lease_s, second_look=0.2 * lease_s, quiet=3.0 * lease_s)
 
 
 class Gatherer:
     """Gets a step's trajectories generated and scored."""
 
-    def __init__(self, *, bus: Bus, store: TrajectoryStore, job_uid: str, instance: str, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        store: TrajectoryStore,
+        job_uid: str,
+        instance: str,
+        waits: Waits,
+        log: FilteringBoundLogger,
+    ) -> None:
         self._bus, self._store, self._uid, self._instance, self._log = bus, store, job_uid, instance, log
+        self._waits = waits
         self._specs: dict[TrajectoryId, TrajectorySpec] = {}
         self._policy = PolicyVersion(0)
         self._expired = set[TrajectoryId]()
@@ -49,7 +73,7 @@ class Gatherer:
         self._specs, self._policy = {}, policy
         await self._issue(ledger, groups)
         heard_at = checked_at = time.monotonic()
-        patience_s = QUIET_S
+        patience_s = self._waits.quiet
         await self._reconcile(ledger, quiet=False)  # after a restart most of it may be there already
         on_progress()
         while True:
@@ -58,7 +82,7 @@ class Gatherer:
                 await self._issue(ledger, data.training_groups(replace, step=ledger.step))
             if ledger.complete and not await self._reopened(ledger):
                 return
-            look_s = SECOND_LOOK_S if self._expired else RECONCILE_S
+            look_s = self._waits.second_look if self._expired else self._waits.look
             deliveries = await settled.fetch(256, wait_s=look_s)
             for delivery in deliveries:
                 event = delivery.message
@@ -67,7 +91,7 @@ class Gatherer:
                 await delivery.ack()
             now = time.monotonic()
             if deliveries:
-                heard_at, patience_s = now, QUIET_S
+                heard_at, patience_s = now, self._waits.quiet
                 on_progress()
             if now - checked_at >= look_s:
                 quiet = now - heard_at >= patience_s

@@ -15,10 +15,6 @@ LIVES = 3
 """Training processes that may die in a row, none getting further than those before it, before the job fails."""
 
 
-SUPERSEDED_S = 5.0
-"""A job that somebody else holds is begun anew after this, if it is still allocated here: the store had lost its holder."""
-
-
 class HeldJob:
     """Runs a job until it has ended, which it reports, or until it is stopped, which leaves the job to others."""
 
@@ -60,7 +56,8 @@ class HeldJob:
             except Superseded as reason:
                 superseded = True
                 self._log.warning("superseded", reason=str(reason))
-                await anyio.sleep(SUPERSEDED_S)
+                # If it is still allocated here after this, the store had lost its holder: it is begun anew.
+                await anyio.sleep(self._record.job.rollout.lease_s)
         if self._scope.cancelled_caught:
             self._log.info("job_given_up")
         return superseded

@@ -29,7 +29,7 @@ from libs.common.trajectory import Record
 from libs.environments.registry import make_environment
 from services.trainer import wire
 from services.trainer.compute_link import ComputeLink
-from services.trainer.gather import Gatherer
+from services.trainer.gather import Gatherer, Waits
 from services.trainer.job_data import JobData
 from services.trainer.publication import Publication
 from services.trainer.run_log import RunLog
@@ -82,6 +82,7 @@ class JobTrainer:
             store=self._context.store,
             job_uid=self._uid,
             instance=self._context.instance,
+            waits=Waits.of(self._job.rollout.lease_s),
             log=self._log,
         )
         settled = await self._settled()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import structlog
@@ -13,8 +14,7 @@ from libs.common.bus import Bus
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import TOKEN, PolicyVersion
 from libs.common.trajectory import Claim, Fail, Finish, Renew, Score, TrajectoryId, TrajectorySpec
-from services.trainer import gather
-from services.trainer.gather import Gatherer
+from services.trainer.gather import Gatherer, Waits
 from services.trainer.steps import StepLedger
 from tests.trajectories import spec_of
 
@@ -51,10 +51,16 @@ class Step:
         self.bus, self.store, self.uid = bus, store, job_uid
         self.ledger = StepLedger(step=0, replacements=2)
         self.data = FakeData(job_uid)
+        self.waits = Waits(look=0.2, second_look=0.1, quiet=0.4)
 
     async def gather(self, groups: Sequence[Sequence[TrajectorySpec]]) -> None:
         gatherer = Gatherer(
-            bus=self.bus, store=self.store, job_uid=self.uid, instance="trainer-0", log=structlog.get_logger()
+            bus=self.bus,
+            store=self.store,
+            job_uid=self.uid,
+            instance="trainer-0",
+            waits=self.waits,
+            log=structlog.get_logger(),
         )
         settled = await self.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self.uid))
         await gatherer.gather(
@@ -83,9 +89,7 @@ class Step:
 
 
 @pytest.fixture
-async def step(bus: Bus, store: TrajectoryStore, job_uid: str, monkeypatch: pytest.MonkeyPatch) -> Step:
-    monkeypatch.setattr(gather, "RECONCILE_S", 0.2)
-    monkeypatch.setattr(gather, "QUIET_S", 0.4)
+async def step(bus: Bus, store: TrajectoryStore, job_uid: str) -> Step:
     await bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(job_uid), job_uid=job_uid)
     await bus.ensure_consumer(m.TrajectorySettled, subjects.settled_consumer(job_uid), job_uid=job_uid)
     return Step(bus, store, job_uid)
@@ -124,8 +128,8 @@ async def test_what_nobody_claimed_or_lost_is_announced_again(step: Step) -> Non
     await asyncio.wait_for(gathering, 10)
 
 
-async def test_a_lease_that_is_renewed_late_keeps_its_trajectory(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "SECOND_LOOK_S", 0.5)
+async def test_a_lease_that_is_renewed_late_keeps_its_trajectory(step: Step) -> None:
+    step.waits = msgspec.structs.replace(step.waits, second_look=0.5)
     gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
     await step.tasks(2)
     ids = [TrajectoryId(step.uid, 0, sample) for sample in range(2)]
