@@ -1,8 +1,9 @@
 # make demo    sets everything up and trains a small model on two tasks (DEMO_ARGS='--steps 3 --json FILE')
 # make test    sets everything up and passes the whole suite
+# make chaos   attacks running clusters for hours (CHAOS_ARGS='--faults 5000'); goes on where it was stopped
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check clean
+.PHONY: help demo test test-fast chaos check clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -17,6 +18,9 @@ test: .venv/installed
 
 test-fast: .venv/installed
 	$(BIN)/python -m pytest tests/unit
+
+chaos: .venv/installed
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff check .

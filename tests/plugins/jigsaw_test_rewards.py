@@ -1,5 +1,6 @@
 """Reward functions that the tests bring along as a user would."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,3 +25,9 @@ def endless(completion: str, answer: str, row: Mapping[str, Any]) -> float:
     """A scorer that never returns."""
     while True:
         pass
+
+
+def unhurried(completion: str, answer: str, row: Mapping[str, Any]) -> float:
+    """As :func:`e_share`, but slow enough to be disturbed."""
+    time.sleep(0.02)
+    return e_share(completion, answer, row)

@@ -1,0 +1,117 @@
+"""What must hold however a job was attacked, and what must not be left behind."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+from redis.asyncio import Redis
+
+from libs.common import messages as m
+from libs.common.job import Job
+from libs.common.samples import SampleLine, read_samples, sampled_steps
+from tests.chaos.cluster import Cluster
+
+CLEANED_UP_S = 10.0
+OBSERVATION = 16
+"""Tokens around an observation's own, more or less; a token is at least a byte."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """All that an attack must not change about a job.
+
+    Attributes:
+        trained: digest of every id and reward that was trained, in order, by step; "" if training is no replay.
+        samples: every trajectory as it ended, by (group, sample).
+    """
+
+    trained: str
+    samples: list[SampleLine]
+
+
+async def ending_of(cluster: Cluster, uid: str, job: Job) -> Ending:
+    """How a job ended, once all that holds of every job has been checked.
+
+    Raises:
+        AssertionError: it ended as none may end.
+    """
+    (ended,) = await cluster.bus.history(m.JobEnded, job_uid=uid)  # exactly one terminal event
+    assert ended.outcome is m.Outcome.SUCCEEDED, f"{uid} {ended.outcome}: {ended.reason}"
+    folder, steps = cluster.home / "jobs" / uid, job.train.steps
+    assert sampled_steps(folder) == list(range(steps))
+    numbers = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert numbers == list(range(steps)), f"{uid}: the log of numbers has steps {numbers}"
+    lines = [line for step in range(steps) for line in read_samples(folder, step)]
+    assert len(lines) == steps * job.rollout.batch * job.rollout.group
+    assert set(Counter((line.group, line.sample) for line in lines).values()) == {1}, "each is trained once"
+    assert all(line.tokens <= budget_of(job) for line in lines)
+    scored = [line for line in lines if line.state == "scored"]
+    progress = await (await cluster.bus.table(m.JobProgress)).get(uid)
+    assert progress is not None
+    assert progress.history.trained == len(scored), f"{uid}: {progress.history.trained} trained of {len(scored)}"
+    trained = ""
+    if job.train.engine == "replay":
+        replay = json.loads((folder / "model" / "replay.json").read_text())
+        assert replay["step"] == steps
+        trained = replay["trained"]
+    return Ending(trained, sorted(lines, key=lambda line: (line.group, line.sample)))
+
+
+def budget_of(job: Job) -> int:
+    """Tokens that a trajectory may have at most: sampled ones, and those of what the environment says."""
+    replies = job.environment.args.get("replies", [])
+    return job.rollout.max_new_tokens + sum(OBSERVATION + len(reply) for reply in replies)
+
+
+async def check_nothing_left(cluster: Cluster, uids: list[str]) -> None:
+    """All jobs have ended: nobody has anything of them any more, and everyone is there for the next.
+
+    Raises:
+        AssertionError: something was left behind, or someone is gone.
+    """
+    await cluster.all_answer()
+    left: list[str] = ["everything"]
+    with anyio.move_on_after(CLEANED_UP_S):  # the last clean-up may still be under way
+        while left:
+            left = await _left(cluster)
+            await anyio.sleep(0.1)
+    assert not left, f"left behind: {left}"
+    for uid in uids:
+        assert not [path for path in (cluster.home / "jobs" / uid).rglob("*") if "partial" in path.name]
+
+
+async def _left(cluster: Cluster) -> list[str]:
+    """What there still is of any job."""
+    left = [f"key {key}" for key in await _keys(cluster.valkey.url)]
+    for stream in ("TASKS", "TRAJECTORIES", "JOBS"):
+        info = await cluster.bus.js.stream_info(stream)
+        left += [f"{info.state.messages} messages on {stream}"] if info.state.messages else []
+        consumers = [consumer.name for consumer in await cluster.bus.js.consumers_info(stream)]
+        left += [f"consumer {name}" for name in consumers if name.startswith(("tasks-", "settled-"))]
+    left += [f"allocation {key}" for key in await (await cluster.bus.table(m.Allocation)).all()]
+    for instance in cluster.instances.values():
+        try:
+            left += [f"process {command}" for command in map(_command, instance.process.children(recursive=True)) if command]
+        except psutil.NoSuchProcess:
+            left.append(f"{instance.name} is down")
+    left += [f"mirror {path}" for path in Path(cluster.home / "mirror").glob("*/*")]
+    return left
+
+
+def _command(process: psutil.Process) -> str:
+    """What a process does for a job, "" if it does nothing for any: multiprocessing keeps one of its own."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+    return command if "services." in command or "multiprocessing.spawn" in command else ""
+
+
+async def _keys(url: str) -> list[str]:
+    redis: Redis = Redis.from_url(url)
+    try:
+        return [key.decode() for key in await redis.keys("jigsaw:*")]
+    finally:
+        await redis.aclose()
