@@ -103,7 +103,7 @@ class Leases:
                 writes = [Renew(trajectory.id, trajectory.claim.epoch, ttl_ms) for trajectory in held]
                 for trajectory, answer in zip(held, await self._store.write(writes), strict=True):
                     if isinstance(answer, StaleEpochError):
-                        trajectory.lose(str(answer))
+                        trajectory.lease_refused(str(answer))
 
     async def let_go(self, chosen: Sequence[Trajectory], *, to: str = "") -> list[Released]:
         """Stop trajectories at a step boundary and release them with every token that they have.

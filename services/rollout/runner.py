@@ -74,7 +74,7 @@ class Trajectory:
         self._length = len(claim.tokens)
         self._unstored: list[TokenArray] = []
         self._turn: asyncio.Future[StopReason] | None = None
-        self._scope, self._lost = anyio.CancelScope(), ""
+        self._scope, self._lost, self._ending = anyio.CancelScope(), "", False
 
     @property
     def id(self) -> TrajectoryId:
@@ -122,6 +122,11 @@ class Trajectory:
         """Someone else owns it now, or may: :meth:`run` ends here, wherever it is."""
         self._lost = why
         self._scope.cancel()
+
+    def lease_refused(self, why: str) -> None:
+        """The lease can't be renewed: it is lost, unless its end is being written, whose answer will tell."""
+        if not self._ending:
+            self.lose(why)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -231,6 +236,7 @@ class Trajectory:
         )
 
     async def _commit(self, write: Finish | Fail | Die) -> None:
+        self._ending = True
         (answer,) = self._tools.commits.put([write])
         result = await answer
         if isinstance(result, StaleEpochError):

@@ -258,14 +258,16 @@ async def test_whatever_an_environment_returns_is_its_failure(chat: ChatTokenize
     assert played.end.backoff_ms
 
 
-async def test_one_that_is_lost_ends_wherever_it_is_and_writes_nothing(chat: ChatTokenizer) -> None:
-    engine = FakeEngine([])
-    environment = FakeEnvironment([Done()], wait_s=60)
-    store = FakeStore()
-    commits = GroupCommit(store)  # type: ignore[arg-type]  # a fake store
+def after_its_first_turn(chat: ChatTokenizer, environment: FakeEnvironment, commits: GroupCommit) -> Trajectory:
+    """A trajectory that is about to ask the environment."""
     tokens = sampled([40, chat.eos_ids[0]], [-1.0, -1.0], V)
     claim = Claim(spec_of(TrajectoryId("job", 0, 0), max_turns=2), 1, failures=0, deaths=0, alone=False, tokens=tokens)
-    trajectory = Trajectory(claim, Tools(job(max_turns=2), engine, chat, environment, commits))
+    return Trajectory(claim, Tools(job(max_turns=2), FakeEngine([]), chat, environment, commits))
+
+
+async def test_one_that_is_lost_ends_wherever_it_is_and_writes_nothing(chat: ChatTokenizer) -> None:
+    environment, store = FakeEnvironment([Done()], wait_s=60), FakeStore()
+    trajectory = after_its_first_turn(chat, environment, GroupCommit(store))  # type: ignore[arg-type]  # a fake store
     running = asyncio.create_task(trajectory.run())
     while not environment.heard:
         await asyncio.sleep(0)
@@ -273,6 +275,19 @@ async def test_one_that_is_lost_ends_wherever_it_is_and_writes_nothing(chat: Cha
     with pytest.raises(Lost, match="moved"):
         await running
     assert store.writes == []
+
+
+async def test_one_whose_lease_was_refused_because_it_has_just_ended_is_not_lost(chat: ChatTokenizer) -> None:
+    store = FakeStore()
+    commits = GroupCommit(store)  # type: ignore[arg-type]  # a fake store
+    trajectory = after_its_first_turn(chat, FakeEnvironment([Done()]), commits)
+    running = asyncio.create_task(trajectory.run())
+    await asyncio.sleep(0.01)  # its end waits to be written
+    trajectory.lease_refused("state finished")
+    committing = asyncio.create_task(commits.run())
+    await running
+    committing.cancel()
+    assert isinstance(store.writes[-1], Finish)
 
 
 @pytest.mark.parametrize("error", [KeyError("tool"), TimeoutError("slow"), ValueError("odd")])
