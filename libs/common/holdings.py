@@ -63,7 +63,8 @@ class Holdings(Generic[H]):
         self._bus, self._instance = context.bus, context.instance
         self._started_at = now()
         self._held: dict[str, H] = {}
-        self._stopped: set[str] = set()
+        self._stopped: set[str] = set()  # told to stop, and not ended yet
+        self._done: set[str] = set()  # ended by themselves: nothing is left to do here
         self._crashes = Counter[str]()
         self._broken: dict[str, str] = {}
         self._draining = False
@@ -105,8 +106,8 @@ class Holdings(Generic[H]):
         """Begin nothing more, stop everything, and return once it has ended."""
         self._draining = True
         self._changes.notify()
-        for held in list(self._held.values()):
-            await held.stop()
+        for job_uid in list(self._held):
+            await self._stop(job_uid)
         await self._changes.until(lambda: not self._held)
 
     async def _drain(self, request: m.Drain) -> m.Answer:
@@ -145,9 +146,10 @@ class Holdings(Generic[H]):
         if allocation is None:
             self._crashes.pop(job_uid, None)
             self._broken.pop(job_uid, None)
-            if (held := self._held.get(job_uid)) is not None:
-                self._stopped.add(job_uid)
-                await held.stop()
+            self._done.discard(job_uid)
+            await self._stop(job_uid)
+            return
+        if job_uid in self._done:
             return
         if job_uid not in self._held:
             record = await (await self._bus.table(m.JobRecord)).get(job_uid)
@@ -155,6 +157,11 @@ class Holdings(Generic[H]):
                 return
             self._begin(record)
         await self._held[job_uid].allocate(allocation)
+
+    async def _stop(self, job_uid: str) -> None:
+        if (held := self._held.get(job_uid)) is not None:
+            self._stopped.add(job_uid)
+            await held.stop()
 
     def _begin(self, record: m.JobRecord) -> None:
         """Hold a job, unless somebody has begun to while its record was looked up."""
@@ -176,7 +183,9 @@ class Holdings(Generic[H]):
         finally:
             del self._held[job_uid]
             self._changes.notify()
-        if again or job_uid in self._stopped:
+        if not again and job_uid not in self._stopped:
+            self._done.add(job_uid)
+        else:
             self._stopped.discard(job_uid)
             # An allocation that came back meanwhile went to a holding that was ending and no longer listened.
             allocation = await (await self._bus.table(m.Allocation)).get(subjects.allocation_key(self._instance, job_uid))

@@ -333,9 +333,11 @@ class JobProgress(Message, frozen=True, kw_only=True):
     Attributes:
         step: of the current step, 0-based; ``steps`` in all. settled, expected: trajectories of this step.
         history: of all finished steps, abridged. artifacts: where model, log and checkpoints lie.
+        incarnation: of the trainer; one that was replaced can't set this value any more.
     """
 
     job_uid: str
+    incarnation: int = 0
     phase: Phase
     step: int
     steps: int

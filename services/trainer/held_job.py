@@ -9,6 +9,7 @@ from libs.common.service import Context
 from services.trainer import wire
 from services.trainer.compute_link import ComputeFailed, ComputeLink, ComputeLost
 from services.trainer.job_trainer import JobTrainer
+from services.trainer.progress import Progress
 from services.trainer.publication import Publication, Superseded
 
 LIVES = 3
@@ -109,7 +110,8 @@ class HeldJob:
             tasks.start_soon(compute.run)
             self._compute = compute
             publication = Publication(self._context, uid, incarnation=incarnation, compute=compute, policies=self._policies)
-            trainer = JobTrainer(self._context, self._record, compute=compute, publication=publication)
+            progress = Progress(self._context, uid, incarnation=incarnation)
+            trainer = JobTrainer(self._context, self._record, compute=compute, publication=publication, progress=progress)
             try:
                 await self._apply()
                 tasks.start_soon(trainer.keep_telling)

@@ -6,6 +6,7 @@ in the surviving lineage. What it publishes carries its incarnation and moves by
 can't do harm.
 """
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from libs.common.job import DataSection, Job
 from libs.common.messages import Phase
 from libs.common.models import context_length, resolve_model
 from libs.common.service import Context
-from libs.common.tables import Table
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import Record
 from libs.environments.registry import make_environment
@@ -31,7 +31,8 @@ from services.trainer import wire
 from services.trainer.compute_link import ComputeLink
 from services.trainer.gather import Gatherer, Waits
 from services.trainer.job_data import JobData
-from services.trainer.publication import Publication
+from services.trainer.progress import Progress
+from services.trainer.publication import Publication, Superseded
 from services.trainer.run_log import RunLog
 from services.trainer.steps import StepLedger, is_evaluation_step
 from services.trainer.summary import account, token_count, warnings_of
@@ -44,11 +45,20 @@ class JobTrainer:
 
     Args:
         compute: a running training process that hasn't loaded anything yet.
-        publication: of this life, with its incarnation.
+        publication, progress: of this life, with its incarnation.
     """
 
-    def __init__(self, context: Context, record: m.JobRecord, *, compute: ComputeLink, publication: Publication) -> None:
+    def __init__(
+        self,
+        context: Context,
+        record: m.JobRecord,
+        *,
+        compute: ComputeLink,
+        publication: Publication,
+        progress: Progress,
+    ) -> None:
         self._context, self._record, self._compute, self._publication = context, record, compute, publication
+        self._progress = progress
         self._uid, self._log = record.job_uid, context.log.bind(job=record.job_uid)
         self._folder = context.settings.job_folder(self._uid)
         self._history = History()
@@ -57,7 +67,6 @@ class JobTrainer:
         self._job: Job = record.job
         self._told_at, self._tell_wanted = 0.0, anyio.Event()
         self._checkpoint_s = 0.0
-        self._progress_table: Table[m.JobProgress] | None = None
 
     @property
     def step(self) -> int:
@@ -71,6 +80,7 @@ class JobTrainer:
             Superseded: another trainer took the job.
             JigsawError: the job can't go on, for the reason given.
         """
+        self._history = await self._progress.history()  # to be told until it is known where this life begins
         await self._tell()
         self._job = await self._with_local_data(self._record.job)
         model = await anyio.to_thread.run_sync(resolve_model, self._job.model.path)
@@ -134,6 +144,7 @@ class JobTrainer:
         )
         for reason in ready.passed_over:
             self._log.warning("checkpoint_passed_over", reason=reason)
+        self._history = History()
         if ready.resumed:
             data.resume(ready.extra["position"])
             self._history = msgspec.convert(ready.extra["history"], History)
@@ -293,17 +304,19 @@ class JobTrainer:
 
     async def keep_telling(self) -> None:
         """Publish progress whenever something asked for it, until cancelled."""
-        while True:
-            await self._tell_wanted.wait()
-            self._tell_wanted = anyio.Event()
-            await self._tell()
+        with contextlib.suppress(Superseded):  # the step loop finds out when it has to say something itself
+            while True:
+                await self._tell_wanted.wait()
+                self._tell_wanted = anyio.Event()
+                await self._tell()
 
     async def _tell(self) -> None:
         self._told_at = time.monotonic()
-        if self._progress_table is None:
-            self._progress_table = await self._context.bus.table(m.JobProgress)
+        await self._progress.tell(self._current_progress)
+
+    def _current_progress(self) -> m.JobProgress:
         settled, expected = self._ledger.counts
-        progress = m.JobProgress(
+        return m.JobProgress(
             sender=self._context.instance,
             job_uid=self._uid,
             phase=self._phase,
@@ -319,7 +332,6 @@ class JobTrainer:
                 "checkpoints": str(self._folder / "checkpoints"),
             },
         )
-        await self._progress_table.put(self._uid, progress)
 
 
 def _to_wire(group: list[Record]) -> wire.SampleGroup:

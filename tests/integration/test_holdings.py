@@ -133,8 +133,9 @@ async def test_a_job_that_ended_by_itself_is_not_begun_again(instance: Instance)
         await eventually(lambda: instance.revisions() == {"a": 1})
         await instance.made[0].stop()
         await eventually(lambda: not instance.revisions())
-        await instance.allocate("b", 2)
-        await eventually(lambda: instance.revisions() == {"b": 2})
+        await instance.allocate("a", 2)  # by a scheduler that hasn't heard of it yet
+        await instance.allocate("b", 3)
+        await eventually(lambda: instance.revisions() == {"b": 3})
         assert [held.uid for held in instance.made] == ["a", "b"]
 
 
