@@ -7,7 +7,6 @@ is written down too, with its cluster's files kept; the others go on.
 import asyncio
 import shutil
 import sys
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ import msgspec
 import structlog
 import typer
 
+from libs.common.errors import leaves
 from tests.chaos.campaign import Report, Workload, planned, run_campaign
 from tests.chaos.jobs import replayed_jobs
 from tests.tiny_model import build_tiny_model
@@ -37,8 +37,11 @@ def main(
     folder: Annotated[Path, typer.Option(help="Where results and the files of failed campaigns go.")] = Path("runs/chaos"),
 ) -> None:
     """Attack clusters until so many faults have struck; exit 1 if an invariant was ever broken."""
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(100))  # the services have logs of their own
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("critical")
+    )  # the services have logs of their own
     results = folder / "campaigns.jsonl"
     done = _read(results)
     while (struck := sum(len(one.report.struck) for one in done)) < faults:
@@ -48,20 +51,22 @@ def main(
         done.append(one)
         with results.open("ab") as file:
             file.write(msgspec.json.encode(one) + b"\n")
-        print(one.failure or f"campaign {number}: {one.report.jobs} jobs, {one.report.seconds:.0f} s", flush=True)
+        print(f"{one.report.jobs} jobs, {one.report.seconds:.0f} s{one.failure and ', FAILED: ' + one.failure}", flush=True)
+        if not one.report.struck:
+            sys.exit("no fault struck at all: the next campaign wouldn't do better")
     _tell(done)
     sys.exit(any(one.failure for one in done))
 
 
 def _run(folder: Path, seed: int, count: int) -> Done:
-    home = (folder / f"campaign-{seed}").resolve()
+    home = folder / f"campaign-{seed}"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     workload, report = Workload(replayed_jobs(home, build_tiny_model(folder / "model"))), Report()
     try:
         asyncio.run(run_campaign(home, workload, planned(seed, count), seed=seed, report=report))
-    except Exception:  # whatever it is, the next campaign begins from nothing
-        return Done(seed, report, traceback.format_exc())
+    except Exception as error:  # whatever it is, the next campaign begins from nothing
+        return Done(seed, report, "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error)))
     shutil.rmtree(home)
     return Done(seed, report)
 
