@@ -114,10 +114,15 @@ class RolloutSection(_Section, frozen=True, kw_only=True):
 
 
 class EnvironmentSection(_Section, frozen=True, kw_only=True):
-    """What answers a model turn: a built-in environment's name, or ``package.module:Class`` from the node's allow-list."""
+    """What answers a model turn: a built-in environment's name, or ``package.module:Class`` from the node's allow-list.
+
+    Attributes:
+        timeout_s: an answer that takes longer fails the attempt.
+    """
 
     name: FunctionPath = "single_turn"
     args: dict[str, Any] = {}
+    timeout_s: Positive = 60.0
 
 
 class RewardSection(_Section, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from libs.common.group_commit import GroupCommit
 from libs.common.job import Job
 from libs.common.tokens import PolicyVersion, TokenArray, join, observed, sampled
 from libs.common.trajectory import Append, Claim, Die, Fail, Finish, TrajectoryId
-from libs.environments.protocol import Conversation, Done, Environment, EnvironmentFailed
+from libs.environments.protocol import Conversation, Done, Environment, EnvironmentFailed, Observation
 from services.rollout.engine import StopReason, TurnRequest
 from services.rollout.turns import Next, Standing, ends_turn, standing
 
@@ -216,7 +216,7 @@ class Trajectory:
         conversation = Conversation(prompt=spec.prompt, answer=spec.answer, row=spec.row, turns=turns, seed=spec.seed)
         closed = int(self._joined()["id"][-1]) in self._tools.chat.eos_ids
         try:
-            outcome = await self._tools.environment.respond(conversation)
+            outcome = await self._answer(conversation)
             if isinstance(outcome, Done):
                 return False
             ids = self._tools.chat.observation_ids(outcome.messages, turn_closed=closed)
@@ -226,6 +226,12 @@ class Trajectory:
             raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
         self._add(observed(ids, self._tools.engine.version))
         return True
+
+    async def _answer(self, conversation: Conversation) -> Observation | Done:
+        limit_s = self._tools.job.environment.timeout_s
+        with anyio.move_on_after(limit_s):
+            return await self._tools.environment.respond(conversation)
+        raise EnvironmentFailed(f"no answer within {limit_s:g} s")
 
     def _finished(self, reason: StopReason) -> Finish:
         at = self._standing()

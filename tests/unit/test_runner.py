@@ -79,8 +79,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer(build_tiny_model(tmp_path_factory.mktemp("model")))
 
 
-def job(**rollout: object) -> Job:
-    raw = {"name": "t", "model": {"path": "m"}, "data": {"path": "d.jsonl"}, "environment": {"name": "scripted"}}
+def job(*, tool_timeout_s: float = 60.0, **rollout: object) -> Job:
+    tool = {"name": "scripted", "timeout_s": tool_timeout_s}
+    raw = {"name": "t", "model": {"path": "m"}, "data": {"path": "d.jsonl"}, "environment": tool}
     return job_from({**raw, "rollout": {"max_turns": 3, **rollout}}, file="t")
 
 
@@ -108,9 +109,10 @@ async def play(
     before: TokenArray | None = None,
     wait_s: float = 0.0,
     broken: bool = False,
+    tool_timeout_s: float = 60.0,
     **rollout: object,
 ) -> Played:
-    settings = job(**rollout)
+    settings = job(tool_timeout_s=tool_timeout_s, **rollout)
     spec = spec_of(
         TrajectoryId("job", 1, 2),
         prompt_ids=[5, 6, 7],
@@ -227,6 +229,13 @@ async def test_an_engine_that_dies_is_a_death_and_no_failed_attempt(chat: ChatTo
     played = await play(chat, [], [])
     assert isinstance(played.end, Die)
     assert played.end == Die(played.end.id, 4, "engine: it died")
+
+
+async def test_an_environment_that_takes_too_long_fails_the_attempt_and_allows_another(chat: ChatTokenizer) -> None:
+    played = await play(chat, [([40, chat.eos_ids[0]], StopReason.STOP)], [Done()], wait_s=60, tool_timeout_s=0.05)
+    assert isinstance(played.end, Fail)
+    assert played.end.error == "environment: no answer within 0.05 s"
+    assert played.end.backoff_ms
 
 
 async def test_a_deadline_is_final(chat: ChatTokenizer) -> None:
