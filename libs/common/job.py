@@ -1,4 +1,4 @@
-"""A job: what a user writes in TOML, decoded strictly, with errors that name file, key and what was expected.
+"""A job: what a user writes in TOML, read strictly, with errors that name file, key and what was expected.
 
 This is the one place where a setting, its default and its bounds are decided.
 """
@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from libs.common.errors import JobFileError
 from libs.common.replay import ReplayedRollout, ReplayedTraining
+from libs.common.strictness import first_unknown_key
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -25,8 +26,8 @@ JobName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")]
 FunctionPath = Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?\Z")]
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every section: immutable, unknown keys refused."""
+class _Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every section: immutable. Unknown keys are refused in a file, and ignored in a message."""
 
 
 class ModelSection(_Section, frozen=True, kw_only=True):
@@ -239,7 +240,6 @@ class Job(_Section, frozen=True, kw_only=True):
 
 
 _AT = re.compile(r" - at `\$\.?(?P<key>[^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 
 
@@ -271,6 +271,8 @@ def job_from(raw: Any, *, file: str) -> Job:
     Raises:
         JobFileError: with file, key and what was expected.
     """
+    if (unknown := first_unknown_key(raw, Job)) is not None:
+        raise JobFileError(file=file, key=unknown, expected="unknown key")
     try:
         job = msgspec.convert(raw, Job)
     except msgspec.ValidationError as error:
@@ -286,8 +288,6 @@ def _explain(message: str) -> tuple[str, str]:
     """Split msgspec's message into the dotted key and what was expected there."""
     at = _AT.search(message)
     key, text = (at["key"], message[: at.start()]) if at else ("", message)
-    if unknown := _UNKNOWN.search(text):
-        return ".".join(filter(None, [key, unknown["field"]])), "unknown key"
     if missing := _MISSING.search(text):
         return ".".join(filter(None, [key, missing["field"]])), "required, but missing"
     return key, text[0].lower() + text[1:]

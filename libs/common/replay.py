@@ -15,14 +15,14 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Speedups = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
 
 
-class LogNormalLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lognormal", tag_field="kind"):
+class LogNormalLengths(msgspec.Struct, frozen=True, tag="lognormal", tag_field="kind"):
     """Lengths with a long tail: ``median`` tokens, ``sigma`` the standard deviation of their logarithm."""
 
     median: Annotated[float, Meta(gt=0)] = 64.0
     sigma: NonNegative = 0.8
 
 
-class UniformLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="uniform", tag_field="kind"):
+class UniformLengths(msgspec.Struct, frozen=True, tag="uniform", tag_field="kind"):
     """Lengths from ``low`` to ``high`` tokens, both included."""
 
     low: Count = 16
@@ -33,13 +33,13 @@ class UniformLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
             raise ValueError("low must not be above high")
 
 
-class ListedLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="list", tag_field="kind"):
+class ListedLengths(msgspec.Struct, frozen=True, tag="list", tag_field="kind"):
     """Lengths drawn from recorded ones."""
 
     tokens: Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 
-class ReplayedRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReplayedRollout(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a replayed engine.
 
     Attributes:
@@ -64,7 +64,7 @@ class ReplayedRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     deadly_seeds: tuple[int, ...] = ()
 
 
-class ReplayedTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReplayedTraining(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of replayed training.
 
     Attributes:

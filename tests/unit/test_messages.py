@@ -9,6 +9,7 @@ from libs.common import messages as m
 from libs.common import subjects
 from libs.common.errors import MessageError
 from libs.common.tokens import PolicyVersion
+from tests.scheduling import job
 
 names = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12)
 counts = st.integers(0, 2**31)
@@ -47,6 +48,17 @@ def test_a_message_comes_back_as_it_went(message: m.Message) -> None:
 def test_a_field_of_a_newer_version_is_ignored(message: m.Message) -> None:
     plain = msgspec.msgpack.decode(m.encode(message))
     assert m.decode(msgspec.msgpack.encode({**plain, "of_a_newer_version": [1, 2]})) == message
+
+
+@pytest.mark.parametrize("path", [(), ("rollout",), ("rollout", "engine_args"), ("rollout", "engine_args", "lengths")])
+def test_a_job_setting_of_a_newer_version_is_ignored(path: tuple[str, ...]) -> None:
+    message = m.SubmitJob(sender="t", job_uid="j", job=job("j"), submitted_at=1.0)
+    plain = msgspec.msgpack.decode(m.encode(message))
+    section = plain["job"]
+    for key in path:
+        section = section[key]
+    section["of_a_newer_version"] = 1
+    assert m.decode(msgspec.msgpack.encode(plain)) == message
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode({"type": "Stranger"}), msgspec.msgpack.encode([1])])
