@@ -196,10 +196,12 @@ class Campaign:
                 attack = Attack(self._cluster, self._watch, job, draw=self._draw, busy=self._busy)
                 step, running = job.step, (await self._watch.owners(job.uid)).total()
                 try:
+                    if one.moment is Moment.GENERATING and not running:
+                        raise Missed("nothing is claimed yet")
                     heal = await STRIKES[one.kind](attack)
                 except Missed:
                     self._busy.discard(attack.target)
-                    await self._watch.changes.next()
+                    await asyncio.sleep(GLANCE_S)
                     continue
                 self._report.struck.append(
                     Struck(time.monotonic() - self._began, one.kind, one.moment, job.uid, step, attack.target, running)

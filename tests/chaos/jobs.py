@@ -28,7 +28,7 @@ _TOOLS: dict[str, Any] = {
 }
 _MODEL: dict[str, Any] = {
     "rollout": {"max_new_tokens": 64, "kv_memory_mb": 64, "checkpoint_tokens": 8, "checkpoint_ms": 50},
-    "train": {"learning_rate": 1e-3, "steps": 14},
+    "train": {"learning_rate": 1e-3, "steps": 10},
 }
 
 
