@@ -24,7 +24,7 @@ from nats.errors import (
 )
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.errors import NoStreamResponseError, ServiceUnavailableError, TooManyStalledMsgsError
+from nats.js.errors import NoStreamResponseError, ServerError, ServiceUnavailableError, TooManyStalledMsgsError
 from structlog.typing import FilteringBoundLogger
 
 from libs.common.errors import NodeError, Unreachable
@@ -59,9 +59,10 @@ TRANSIENT = (
     NoRespondersError,
     NoStreamResponseError,
     ServiceUnavailableError,
+    ServerError,  # its disk is full, say
     TooManyStalledMsgsError,  # what the client makes of a cancelled publication
 )
-"""What a server raises that is away, or back but not ready yet."""
+"""What a server raises that is away, back but not ready yet, or out of room."""
 
 
 class Connection:

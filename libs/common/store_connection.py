@@ -1,7 +1,8 @@
 """Connections to Redis or Valkey that outlive an absence of the server, however it shows.
 
-A command that fails because the server is away, cut off, or still loads its files is sent again until it is answered or
-patience is over. So whatever is sent must be safe to repeat, also if it was carried out and only its answer lost.
+A command that fails because the server is away, cut off, still loads its files, or has no room for what is written is sent
+again until it is answered or patience is over. So whatever is sent must be safe to repeat, also if it was carried out and
+only its answer lost.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ from urllib.parse import urlsplit
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, OutOfMemoryError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from libs.common.patience import Tries
 
@@ -42,6 +44,10 @@ def open_store(url: str, *, patience_s: float) -> Redis:
     return Redis(connection_pool=pool)
 
 
+class _NoRoom(RedisConnectionError):
+    """The server's disk or memory is full: it doesn't write until there is room again, which is an absence like others."""
+
+
 class _Patient(Retry):
     """Repeats by time instead of by count. ``BusyLoadingError`` is a kind of the client's ``ConnectionError``."""
 
@@ -61,7 +67,7 @@ class _Patient(Retry):
         failures = 0
         while True:
             try:
-                return await do()
+                return await _answered(do)
             except AuthenticationError:
                 raise
             except self._supported_errors as error:
@@ -74,3 +80,26 @@ class _Patient(Retry):
 
     def __deepcopy__(self, _: dict[int, Any]) -> "_Patient":
         return copy.copy(self)
+
+
+async def _answered(do: Callable[[], Awaitable[T]]) -> T:
+    """What ``do`` gives: the answer to a command, or a list of them that may hold errors.
+
+    Raises:
+        _NoRoom: the server refused, or refused some of it.
+    """
+    try:
+        answer = await do()
+    except ResponseError as error:
+        _require_room(error)
+        raise
+    for part in answer if isinstance(answer, list) else ():
+        _require_room(part)
+    return answer
+
+
+def _require_room(answer: object) -> None:
+    if isinstance(answer, OutOfMemoryError):
+        raise _NoRoom("its memory is full")
+    if isinstance(answer, ResponseError) and "MISCONF" in str(answer):
+        raise _NoRoom(str(answer).partition("MISCONF ")[2])

@@ -4,32 +4,43 @@ A server dies with the process that started it (with the *thread*, to be exact: 
 nothing is left behind however that process ends. Starting is quick; waiting until a server answers is a step of its own.
 """
 
+import json
 import os
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
+from urllib.error import HTTPError
 
 import anyio
+from structlog.typing import FilteringBoundLogger
 
 from libs.common.child import die_with_parent
 from libs.common.errors import NodeError
 from libs.node import binaries
+from libs.node.space import free_space_mb
 
 HOST = "127.0.0.1"
 ANSWER_S = 15.0
 STOP_S = 10.0
+LOOK_S = 5.0
+ROOM_MB = 16
+"""A server that ran out of disk is started again once so much is free."""
 
+# The limit of the file store is the disk: left out, it would be a share of what is free at the start, for ever.
 _NATS_CONFIG = """\
 listen: "{host}:{port}"
+http: "{host}:{monitor}"
 server_name: jigsaw
 write_deadline: "10s"
 jetstream {{
   store_dir: "{store}"
   max_memory_store: 64MB
+  max_file_store: 1TB
 }}
 """
 
@@ -39,12 +50,12 @@ class Server:
 
     Args:
         name: for people. scheme: of the url where clients connect. port: of this machine. log: its output.
-        command: that runs it.
+        command: that runs it. health: url at which it tells whether it is well, if it does.
     """
 
-    def __init__(self, *, name: str, scheme: str, port: int, log: Path, command: list[str]) -> None:
+    def __init__(self, *, name: str, scheme: str, port: int, log: Path, command: list[str], health: str = "") -> None:
         self.name, self.port, self.url = name, port, f"{scheme}://{HOST}:{port}"
-        self.command, self._log = command, log
+        self.command, self._log, self._health = command, log, health
         self._process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -105,18 +116,32 @@ class Server:
         """The last line of its log that says something."""
         return last_line(self._log)
 
+    def trouble(self) -> str:
+        """What the server itself says is wrong with it, or ""."""
+        if not self._health:
+            return ""
+        try:
+            with urllib.request.urlopen(self._health, timeout=1.0):
+                return ""
+        except HTTPError as answer:
+            with answer:
+                return str(json.load(answer).get("error", answer.reason))
+        except (OSError, ValueError):
+            return ""  # it isn't there, which others notice
+
     def kill(self) -> None:
         """End it at once; its files survive that."""
         self._process.kill()
 
     def stop(self) -> None:
         """End it in order, by force if it takes too long; one that has ended is fine."""
-        self._process.terminate()
+        process = self._process  # there is another as soon as it has ended, if it is kept running
+        process.terminate()
         try:
-            self._process.wait(STOP_S)
+            process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
 
     def _answers(self) -> bool:
         """NATS greets whoever connects; Valkey answers PING, with an error while it still loads its files."""
@@ -134,13 +159,14 @@ def start_nats(home: Path, *, port: int | None = None) -> Server:
     Raises:
         NodeError: no binary, port taken, or home not writable.
     """
-    binary, port = binaries.nats_server(), _usable_port("NATS", port)
+    binary, port, monitor = binaries.nats_server(), _usable_port("NATS", port), _usable_port("NATS", None)
     folder = _folder(home / "nats")
     config = folder / "nats.conf"
     with _writable(config):
-        config.write_text(_NATS_CONFIG.format(host=HOST, port=port, store=folder), encoding="utf-8")
-    command = [str(binary), "--config", str(config)]
-    return Server(name="NATS", scheme="nats", port=port, log=_folder(home / "logs") / "nats.log", command=command)
+        config.write_text(_NATS_CONFIG.format(host=HOST, port=port, monitor=monitor, store=folder), encoding="utf-8")
+    command, health = [str(binary), "--config", str(config)], f"http://{HOST}:{monitor}/healthz"
+    log = _folder(home / "logs") / "nats.log"
+    return Server(name="NATS", scheme="nats", port=port, log=log, command=command, health=health)
 
 
 def start_valkey(home: Path, *, port: int | None = None) -> Server:
@@ -162,6 +188,26 @@ def start_valkey(home: Path, *, port: int | None = None) -> Server:
     }
     command = [str(binary), *(part for key, value in options.items() for part in (f"--{key}", value))]
     return Server(name="Valkey", scheme="redis", port=port, log=_folder(home / "logs") / "valkey.log", command=command)
+
+
+async def end_when_stuck(server: Server, *, home: Path, log: FilteringBoundLogger, look_s: float = LOOK_S) -> None:
+    """End a server whose writes have failed, as soon as there is room, so that whoever keeps it running starts it again.
+
+    A stream of NATS that couldn't write once refuses everything until the server is started anew, however much room there is
+    by then. What it had confirmed is on its files. Runs until cancelled.
+    """
+    told = ""
+    while True:
+        await anyio.sleep(look_s)
+        trouble = await anyio.to_thread.run_sync(server.trouble)
+        if "write error" not in trouble:
+            told = ""
+            continue
+        if trouble != told:
+            log.warning("server_cannot_write", server=server.name, reason=trouble)
+            told = trouble
+        if free_space_mb(home) >= ROOM_MB:
+            await anyio.to_thread.run_sync(server.stop)
 
 
 def last_line(log: Path) -> str:

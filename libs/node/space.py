@@ -12,7 +12,11 @@ def require_space(folder: Path, needed_mb: int, *, purpose: str) -> None:
     Raises:
         NodeError: they aren't.
     """
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free_mb = shutil.disk_usage(there).free >> 20
-    if free_mb < needed_mb:
+    if (free_mb := free_space_mb(folder)) < needed_mb:
         raise NodeError(f"{folder}: {purpose} needs {needed_mb} MB of disk, {free_mb} MB are free")
+
+
+def free_space_mb(folder: Path) -> int:
+    """MB that are free where ``folder`` is, or is going to be."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(there).free >> 20

@@ -23,7 +23,7 @@ from libs.common.messages import Ping
 from libs.common.settings import Addresses, NodeSettings, save_settings
 from libs.node.node_file import NodeFile, remove_node_file, sole_node, write_node_file
 from libs.node.processes import RESTARTS, Deaths, ServiceProcess
-from libs.node.servers import Server, start_nats, start_valkey
+from libs.node.servers import Server, end_when_stuck, start_nats, start_valkey
 from libs.node.space import require_space
 
 READY_S = 60.0
@@ -118,6 +118,7 @@ class _Supervisor:
         async with anyio.create_task_group() as tasks:
             for server in self._servers:
                 tasks.start_soon(self._keep_running, server)
+                tasks.start_soon(self._end_when_stuck, server)
             for service in self._services:
                 tasks.start_soon(service.keep_running)
             await self._wait_until_ready(node)
@@ -172,6 +173,9 @@ class _Supervisor:
                 raise NodeError(f"{server.name} keeps dying (code {code}): {server.last_words}")
             await deaths.pause(recent)
             server.start_again()
+
+    async def _end_when_stuck(self, server: Server) -> None:
+        await end_when_stuck(server, home=self._home, log=self._log)
 
     async def _wait_until_ready(self, node: Node) -> None:
         """Until every service answers."""

@@ -4,8 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
@@ -20,6 +19,7 @@ from libs.common.store import TrajectoryId, TrajectorySpec, TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from libs.node.servers import Server, start_nats, start_valkey
 from tests.trajectories import spec_of
+from tests.waiting import at_work, until
 
 JOB = "job"
 AWAY_S = 1.5
@@ -77,22 +77,6 @@ async def restart(server: Server, ending: signal.Signals, *, away_s: float = AWA
     await asyncio.sleep(away_s)
     server.start_again()
     await asyncio.to_thread(server.wait_until_answers)
-
-
-@asynccontextmanager
-async def at_work(*tasks: Callable[[], object]) -> AsyncIterator[None]:
-    """Endless tasks; one that fails fails the test."""
-    async with anyio.create_task_group() as group:
-        for task in tasks:
-            group.start_soon(task)  # type: ignore[arg-type]
-        yield
-        group.cancel_scope.cancel()
-
-
-async def until(true: Callable[[], bool], *, within_s: float = 20.0) -> None:
-    with anyio.fail_after(within_s):
-        while not true():
-            await anyio.sleep(0.02)
 
 
 def task(sample: int) -> m.StartRollout:
