@@ -42,13 +42,16 @@ def complete_or_invisible(target: Path, *, durable: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def prepare(target: Path) -> Path:
+def prepare(target: Path, *, writer: str = "") -> Path:
     """An empty directory to write into before :func:`complete`; what an earlier try left there is gone.
+
+    Args:
+        writer: its name, where several may write the same target: each has a directory of its own.
 
     Raises:
         JigsawError: it can't be made.
     """
-    partial = _beside(target, "partial")
+    partial = _partial(target, writer)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -57,17 +60,18 @@ def prepare(target: Path) -> Path:
     return partial
 
 
-def complete(target: Path, *, durable: bool) -> None:
+def complete(target: Path, *, durable: bool, writer: str = "") -> None:
     """Make what was written into the prepared directory visible as ``target``.
 
     Args:
         target: what is there already is replaced; a kill in that instant leaves it beside (see :func:`recover`).
         durable: fsync everything before the rename, so that it survives a power cut.
+        writer: as for :func:`prepare`.
 
     Raises:
         JigsawError: no space or not writable; ``target`` is untouched.
     """
-    partial, replaced = _beside(target, "partial"), _beside(target, "replaced")
+    partial, replaced = _partial(target, writer), _beside(target, "replaced")
     try:
         _write_manifest(partial)
         if durable:
@@ -89,6 +93,11 @@ def recover(target: Path) -> None:
     replaced = _beside(target, "replaced")
     if not target.exists() and replaced.exists():
         replaced.rename(target)
+
+
+def partials(folder: Path) -> Iterator[Path]:
+    """What is being written, or was left half-written, as part of a folder."""
+    return folder.glob(".*.partial")
 
 
 def digest(directory: Path) -> str:
@@ -123,6 +132,10 @@ def verify(directory: Path, *, contents: bool) -> None:
 
 def _unwritable(target: Path, error: OSError) -> JigsawError:
     return JigsawError(f"{target} can't be written: {error.strerror or error}")
+
+
+def _partial(target: Path, writer: str) -> Path:
+    return _beside(target, f"{writer}.partial" if writer else "partial")
 
 
 def _beside(directory: Path, role: str) -> Path:

@@ -122,24 +122,42 @@ class TrajectoryStore:
             if replace or "already exists" not in str(error):
                 raise JigsawError(f"the trajectory store doesn't take its functions: {error}") from None
 
-    async def hold_job(self, job_uid: str, *, owner: str) -> int:
-        """Take a job as its trainer; returns the new, strictly growing incarnation."""
-        return int(await self._redis.fcall("jigsaw_hold", 1, _hold(job_uid), owner))
+    async def hold_job(self, job_uid: str, *, owner: str, above: int = 0, still: bool = False) -> int:
+        """Take a job as its trainer; returns the new, strictly growing incarnation.
+
+        Args:
+            above: an incarnation that is known to have been; in a crash the server may have lost that it was.
+            still: go on holding it, in another life of the same trainer.
+
+        Raises:
+            StaleEpochError: ``still``, but another trainer holds it.
+        """
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.fcall("jigsaw_hold", 1, _hold(job_uid), owner, above, int(still))
+        (incarnation,) = _counts(await pipe.execute(raise_on_error=False))
+        return incarnation
 
     async def holder(self, job_uid: str) -> int:
         """The incarnation that holds the job now."""
         return int(await self._redis.hget(_hold(job_uid), "incarnation") or 0)
 
-    async def create(self, specs: Sequence[TrajectorySpec]) -> int:
-        """Create records that aren't there yet; returns how many were new. Repeating it is safe."""
-        pipe = self._redis.pipeline(transaction=False)
+    async def create(self, specs: Sequence[TrajectorySpec], *, incarnation: int | None = None) -> int:
+        """Create records that aren't there yet; returns how many were new. Repeating it is safe.
+
+        Args:
+            incarnation: of the trainer that creates them; None for one that nobody can have replaced.
+
+        Raises:
+            StaleEpochError: another trainer holds the job, or it has ended.
+        """
+        pipe, holder = self._redis.pipeline(transaction=False), "" if incarnation is None else str(incarnation)
         for spec in specs:
-            record, tokens, index = *_keys(spec.id), _index(spec.id.job_uid)
+            uid = spec.id.job_uid
+            keys = (*_keys(spec.id), _index(uid), _hold(uid))
             bounds = ("max_failures", spec.max_attempts, "prompt_tokens", len(spec.prompt_ids))
-            pipe.fcall(
-                "jigsaw_create", 3, record, tokens, index, spec.id.member, "spec", _spec_encoder.encode(spec), *bounds
-            )
-        return sum(await pipe.execute())
+            fields = ("spec", _spec_encoder.encode(spec), *bounds)
+            pipe.fcall("jigsaw_create", len(keys), *keys, holder, spec.id.member, *fields)
+        return sum(_counts(await pipe.execute(raise_on_error=False)))
 
     async def claim(self, ids: Sequence[TrajectoryId], *, owner: str, ttl_ms: int) -> list[Claim | NotClaimed]:
         """Take the leases of trajectories, in order of ``ids``. A claim whose answer was lost is given again."""
@@ -213,9 +231,7 @@ class TrajectoryStore:
             uid = part[0].job_uid
             keys = [_index(uid), _hold(uid), *(key for id in part for key in _keys(id))]
             pipe.fcall("jigsaw_forget", len(keys), *keys, incarnation, *(id.member for id in part))
-        for reply in await pipe.execute(raise_on_error=False):
-            if isinstance(answer := _answer(reply), StaleEpochError):
-                raise answer
+        _counts(await pipe.execute(raise_on_error=False))
 
 
 def _functions() -> str:
@@ -274,6 +290,20 @@ def _answer(reply: Any) -> "int | str | StaleEpochError":
             return reply.decode()
         case _:
             return int(reply)
+
+
+def _counts(replies: Sequence[Any]) -> list[int]:
+    """What was answered to a job's trainer.
+
+    Raises:
+        StaleEpochError: it doesn't hold the job.
+    """
+    counts = []
+    for reply in replies:
+        if isinstance(answer := _answer(reply), StaleEpochError):
+            raise answer
+        counts.append(int(answer))
+    return counts
 
 
 def _claimed(reply: list[Any]) -> Claim | NotClaimed:

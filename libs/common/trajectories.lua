@@ -52,15 +52,26 @@ local function token_count(tokens)
   return redis.call('STRLEN', tokens) / TOKEN_BYTES
 end
 
--- KEYS record, tokens, index   ARGV member, field, value, ... (spec, max_failures, prompt_tokens)
--- -> 1 created, 0 was there
+-- Only the trainer that holds the job may create and forget its records: a replaced one would bring back what its successor
+-- has trained and forgotten, or take away what it needs.
+local function holds(key, incarnation)
+  return incarnation == '' or (redis.call('HGET', key, 'incarnation') or '0') == incarnation
+end
+
+local function not_holding(key, incarnation)
+  return redis.error_reply('STALE incarnation ' .. incarnation .. ' of ' .. key)
+end
+
+-- KEYS record, tokens, index, hold   ARGV incarnation ('': whoever holds it), member, field, value, ... (spec, max_failures,
+-- prompt_tokens)     -> 1 created, 0 was there
 local function create(keys, args)
+  if not holds(keys[4], args[1]) then return not_holding(keys[4], args[1]) end
   if redis.call('EXISTS', keys[1]) == 1 then return 0 end
   local fields = {'state', 'pending', 'epoch', '0', 'not_before', '0', 'claims', '0', 'failures', '0', 'deaths', '0',
     'lonely', '0', 'lonely_deaths', '0', 'base', '0', 'resumes', '0', 'moves', '0', 'recomputed', '0'}
-  for i = 2, #args do fields[#fields + 1] = args[i] end
+  for i = 3, #args do fields[#fields + 1] = args[i] end
   redis.call('HSET', keys[1], unpack(fields))
-  redis.call('SADD', keys[3], args[1])
+  redis.call('SADD', keys[3], args[2])
   return 1
 end
 
@@ -246,22 +257,24 @@ local function state(keys, args)
   return f[1] or 'gone'
 end
 
--- Only the trainer that holds the job may forget records: its successor would need them.
 -- KEYS index, hold, record, tokens, record, tokens, ...   ARGV incarnation ('' for a job that has ended), member, ...
 local function forget(keys, args)
-  if args[1] ~= '' and (redis.call('HGET', keys[2], 'incarnation') or '0') ~= args[1] then
-    return redis.error_reply('STALE incarnation ' .. args[1] .. ' of ' .. keys[2])
-  end
+  if not holds(keys[2], args[1]) then return not_holding(keys[2], args[1]) end
   for i = 3, #keys do redis.call('DEL', keys[i]) end
   for i = 2, #args do redis.call('SREM', keys[1], args[i]) end
   return #args - 1
 end
 
 -- A trainer takes a job; the number only grows, and everything that it publishes carries it.
--- KEYS hold   ARGV owner     -> incarnation
+-- KEYS hold   ARGV owner, above: the incarnation that it must be later than, which the server may have lost, still: '1' for an
+-- owner that only goes on holding it     -> incarnation
 local function hold(keys, args)
-  redis.call('HSET', keys[1], 'owner', args[1])
-  return redis.call('HINCRBY', keys[1], 'incarnation', 1)
+  if args[3] == '1' and redis.call('HGET', keys[1], 'owner') ~= args[1] then
+    return redis.error_reply('STALE owner ' .. args[1] .. ' of ' .. keys[1])
+  end
+  local incarnation = math.max(tonumber(redis.call('HGET', keys[1], 'incarnation') or '0'), tonumber(args[2])) + 1
+  redis.call('HSET', keys[1], 'owner', args[1], 'incarnation', incarnation)
+  return incarnation
 end
 
 redis.register_function('jigsaw_create', create)

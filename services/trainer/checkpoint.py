@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from libs.common import manifest
 from libs.common.errors import JigsawError
-from services.trainer.checkpoints import STATE, read_state
+from services.trainer.resume import STATE, read_state
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

@@ -12,11 +12,12 @@ from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common.bus import Bus, Puller
-from libs.common.errors import JigsawError
+from libs.common.errors import JigsawError, StaleEpochError
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import TERMINAL, Record, TrajectoryId, TrajectorySpec
 from services.trainer.job_data import JobData
+from services.trainer.publication import Superseded
 from services.trainer.steps import StepLedger
 
 
@@ -69,7 +70,11 @@ class Gatherer:
         settled: Puller,
         on_progress: Callable[[], None],
     ) -> None:
-        """Issue ``groups`` and return when the ledger is complete, replacements included."""
+        """Issue ``groups`` and return when the ledger is complete, replacements included.
+
+        Raises:
+            Superseded: another trainer than the one that published ``policy`` holds the job.
+        """
         self._specs, self._policy = {}, policy
         await self._issue(ledger, groups)
         heard_at = checked_at = time.monotonic()
@@ -117,10 +122,16 @@ class Gatherer:
             ledger.issue(group[0].id.group, purpose=group[0].purpose, samples=len(group))
         specs = [spec for group in groups for spec in group]
         self._specs |= {spec.id: spec for spec in specs}
-        created = await self._store.create(specs)
+        created = await self._create(specs)
         if created < len(specs):
             self._log.info("records_found", records=len(specs) - created, step=ledger.step)
         await self._announce([spec.id for spec in specs], ledger.step)
+
+    async def _create(self, specs: Sequence[TrajectorySpec]) -> int:
+        try:
+            return await self._store.create(specs, incarnation=self._policy.incarnation)
+        except StaleEpochError:
+            raise Superseded(self._uid) from None
 
     async def _announce(self, ids: Sequence[TrajectoryId], step: int) -> None:
         await self._tell(m.StartRollout, ids, step, policy=self._policy)
@@ -161,7 +172,7 @@ class Gatherer:
         self._expired = expired
         if lost:  # the store lost its last second, or all of it
             self._log.warning("records_lost", records=len(lost), step=ledger.step)
-            await self._store.create(lost)
+            await self._create(lost)
             unclaimed += [spec.id for spec in lost]
         if unclaimed:
             self._log.info("announced_again", trajectories=len(unclaimed), step=ledger.step)

@@ -82,6 +82,7 @@ class JobTrainer:
         """
         self._history = await self._progress.history()  # to be told until it is known where this life begins
         await self._tell()
+        await self._publication.tidy()
         self._job = await self._with_local_data(self._record.job)
         model = await anyio.to_thread.run_sync(resolve_model, self._job.model.path)
         data = await self._load_data(model)

@@ -46,7 +46,7 @@ class Progress:
             while not (revision := await table.swap(self._uid, told, expected_revision=self._revision)):
                 entry = await table.entry(self._uid)
                 if entry is not None and entry.value is not None and entry.value.incarnation > self._incarnation:
-                    raise Superseded(f"job {self._uid} is held by another trainer")
+                    raise Superseded(self._uid)
                 self._revision = entry.revision if entry else 0
             self._revision = revision
 

@@ -2,8 +2,13 @@
 
 The order is what makes a crash harmless: a policy is complete before the pointer moves to it, and records are forgotten only
 once a durable checkpoint includes them.
+
+A trainer that was frozen and replaced finds out before it writes anything. Where it is frozen between asking and writing, a
+server refuses it (the pointer, the records), or what it writes lies where no successor looks (policies and checkpoints carry
+its incarnation).
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,21 @@ from services.trainer.compute_link import ComputeLink
 
 
 class Superseded(JigsawError):
-    """Another trainer holds this job now; this one ends without a word."""
+    """Another trainer holds this job now, or the job has ended; this one ends without a word."""
+
+    def __init__(self, job_uid: str) -> None:
+        super().__init__(f"job {job_uid} has ended or is held by another trainer")
+
+
+async def latest_incarnation(context: Context, job_uid: str) -> int:
+    """The latest incarnation that has left something where the trajectory store's losses don't reach; 0 if none has."""
+    pointer = await (await context.bus.table(m.PolicyPublished)).get(job_uid)
+    versions = await anyio.to_thread.run_sync(_checkpoints(context, job_uid).versions)
+    return max([version.incarnation for version in versions] + ([pointer.version.incarnation] if pointer else []), default=0)
+
+
+def _checkpoints(context: Context, job_uid: str) -> Checkpoints:
+    return Checkpoints(context.settings.job_folder(job_uid) / "checkpoints")
 
 
 class Publication:
@@ -39,15 +58,16 @@ class Publication:
         self._context, self._uid, self._incarnation = context, job_uid, incarnation
         self._compute, self._policies = compute, policies
         self._folder = context.settings.job_folder(job_uid)
-        self.checkpoints = Checkpoints(self._folder / "checkpoints")
+        self.checkpoints = _checkpoints(context, job_uid)
         self._retained: list[TrajectoryId] = []
 
     async def policy(self, step: int) -> PolicyVersion:
         """Write the policy after ``step`` updates and move the job's pointer to it.
 
         Raises:
-            Superseded: the pointer is at a newer incarnation's version.
+            Superseded: another trainer holds the job.
         """
+        await self.require_hold()
         version = PolicyVersion(step, self._incarnation)
         folder = await anyio.to_thread.run_sync(self._policies.prepare, self._uid, version)
         await self._compute.write_policy(str(folder))
@@ -63,9 +83,9 @@ class Publication:
         current = await table.entry(self._uid)
         before = current.value if current is not None else None
         if before is not None and before.version.incarnation > self._incarnation:
-            raise Superseded(f"job {self._uid} is held by another trainer")
+            raise Superseded(self._uid)
         if not await table.swap(self._uid, published, expected_revision=current.revision if current else 0):
-            raise Superseded(f"job {self._uid}: the policy pointer was moved by another trainer")
+            raise Superseded(self._uid)
         # Engines may still be loading the one before; newer ones are a successor's, if this trainer was frozen just now.
         oldest = version if before is None else before.version
         await anyio.to_thread.run_sync(lambda: self._policies.prune(self._uid, before=oldest))
@@ -84,13 +104,14 @@ class Publication:
         Raises:
             Superseded: another trainer holds the job.
         """
-        await self._require_hold()
-        await self._compute.write_checkpoint(step, str(self.checkpoints.path(step)), extra=extra)
-        await anyio.to_thread.run_sync(self.checkpoints.verify, step)
+        await self.require_hold()
+        version = PolicyVersion(step, self._incarnation)
+        await self._compute.write_checkpoint(step, str(self.checkpoints.path(version)), extra=extra)
+        await anyio.to_thread.run_sync(self.checkpoints.verify, version)
         try:
             await self._context.store.forget(self._retained, incarnation=self._incarnation)
         except StaleEpochError:
-            raise Superseded(f"job {self._uid} is held by another trainer") from None
+            raise Superseded(self._uid) from None
         self._retained = []
 
         def prune() -> None:
@@ -98,19 +119,35 @@ class Publication:
 
         await anyio.to_thread.run_sync(prune)
 
-    async def _require_hold(self) -> None:
+    async def require_hold(self) -> None:
         """A trainer that was frozen and replaced must not touch what its successor needs.
 
         Raises:
-            Superseded: another one holds the job.
+            Superseded: another one holds the job, or the job has ended.
         """
         if await self._context.store.holder(self._uid) != self._incarnation:
-            raise Superseded(f"job {self._uid} is held by another trainer")
+            raise Superseded(self._uid)
 
     async def model(self) -> Path:
-        """Write the trained model in Hugging Face format; where it lies."""
-        target = self._folder / "model"
-        partial = await anyio.to_thread.run_sync(manifest.prepare, target)
+        """Write the trained model in Hugging Face format; where it lies.
+
+        Raises:
+            Superseded: another trainer holds the job.
+        """
+        await self.require_hold()
+        target, writer = self._folder / "model", str(self._incarnation)
+        partial = await anyio.to_thread.run_sync(lambda: manifest.prepare(target, writer=writer))
         await self._compute.write_policy(str(partial))
-        await anyio.to_thread.run_sync(lambda: manifest.complete(target, durable=True))
+        await anyio.to_thread.run_sync(lambda: manifest.complete(target, durable=True, writer=writer))
         return target
+
+    async def tidy(self) -> None:
+        """Delete what trainers before this one left half-written; one of them that still writes is replaced, and fails."""
+
+        def delete() -> None:
+            for partial in [*manifest.partials(self._folder), *manifest.partials(self._folder / "checkpoints")]:
+                *_, writer, _ = partial.name.split(".")  # an incarnation, for the model as for checkpoints
+                if writer.isdigit() and int(writer) < self._incarnation:
+                    shutil.rmtree(partial, ignore_errors=True)
+
+        await anyio.to_thread.run_sync(delete)

@@ -23,8 +23,8 @@ from libs.common.errors import ModelError
 from libs.common.job import Job
 from libs.common.replay import speed_of
 from services.trainer import model_files, wire
-from services.trainer.checkpoints import STATE, Found, load_first, read_state
 from services.trainer.request_loop import OnMicroBatch, serve
+from services.trainer.resume import STATE, Found, load_first, read_state
 
 POLICY = "replay.json"
 """Tells in a policy's directory which policy it is."""

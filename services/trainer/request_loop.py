@@ -16,7 +16,7 @@ from libs.common.child import Parent, ParentGone, die_with_parent
 from libs.common.errors import JigsawError
 from libs.common.partition import CpuPartition
 from services.trainer import wire
-from services.trainer.checkpoints import Found
+from services.trainer.resume import Found
 
 OnMicroBatch = Callable[[wire.MicroBatchDone], None]
 

@@ -11,10 +11,10 @@ from libs.common.job import Job
 from libs.common.tokens import from_bytes
 from services.trainer import checkpoint, wire
 from services.trainer.batches import Completion, Group
-from services.trainer.checkpoints import Found, load_first
 from services.trainer.grpo import advantages
 from services.trainer.learner import Learner
 from services.trainer.request_loop import OnMicroBatch, serve
+from services.trainer.resume import Found, load_first
 
 
 class GrpoLearner:

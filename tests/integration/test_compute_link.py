@@ -78,17 +78,17 @@ async def test_a_job_goes_on_in_a_new_process_as_if_its_first_had_never_died(mod
         for step in range(3):
             assert (await link.train(step, groups(step)))["grad_norm"] > 0
             if step in (0, 1):
-                await link.write_checkpoint(step + 1, str(checkpoints.path(step + 1)), extra={"at": step + 1})
+                await link.write_checkpoint(step + 1, str(checkpoints.path(PolicyVersion(step + 1))), extra={"at": step + 1})
         expected = await policy_of(link, tmp_path / "policy")
     assert expected.step == 3
     assert [done.done for done in seen] == [1, 2] * 3
-    checkpoints.verify(2)
-    (checkpoints.path(2) / manifest.MANIFEST).write_bytes(b"")
+    checkpoints.verify(PolicyVersion(2))
+    (checkpoints.path(PolicyVersion(2)) / manifest.MANIFEST).write_bytes(b"")
 
     async with running(seen) as link:
         newest_first = [str(path) for path in checkpoints.newest_first()]
         ready = await link.load(replay_job(), model=str(model), resume=newest_first, cores=CORES)
-        assert (ready.step, ready.resumed, ready.extra) == (1, str(checkpoints.path(1)), {"at": 1})
+        assert (ready.step, ready.resumed, ready.extra) == (1, str(checkpoints.path(PolicyVersion(1))), {"at": 1})
         assert len(ready.passed_over) == 1
         for step in (1, 2):
             await link.train(step, groups(step))

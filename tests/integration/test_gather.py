@@ -15,6 +15,7 @@ from libs.common.store import TrajectoryStore
 from libs.common.tokens import TOKEN, PolicyVersion
 from libs.common.trajectory import Claim, Fail, Finish, Renew, Score, TrajectoryId, TrajectorySpec
 from services.trainer.gather import Gatherer, Waits
+from services.trainer.publication import Superseded
 from services.trainer.steps import StepLedger
 from tests.trajectories import spec_of
 
@@ -92,6 +93,7 @@ class Step:
 async def step(bus: Bus, store: TrajectoryStore, job_uid: str) -> Step:
     await bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(job_uid), job_uid=job_uid)
     await bus.ensure_consumer(m.TrajectorySettled, subjects.settled_consumer(job_uid), job_uid=job_uid)
+    await store.hold_job(job_uid, owner="trainer-0")
     return Step(bus, store, job_uid)
 
 
@@ -201,3 +203,38 @@ async def test_a_restarted_trainer_finds_what_is_there_and_generates_nothing(ste
             await settle(step.store, TrajectoryId(step.uid, group, sample), 0.5)
     await asyncio.wait_for(step.gather(groups), 10)
     assert step.ledger.valid_groups() == [0, 1]
+
+
+async def test_of_ten_ready_groups_a_step_of_eight_takes_its_own_and_the_next_one_finds_the_other_two(step: Step) -> None:
+    """As when a trainer that had begun the next step starts over at its checkpoint."""
+    ready = step.data.training_groups(10, step=0)
+    await step.store.create([spec for group in ready for spec in group])
+    for group in ready:
+        for spec in group:
+            await settle(step.store, spec.id, 1.0)
+            await step.bus.publish(step.word(spec.id.group, spec.id.sample))
+    await asyncio.wait_for(step.gather(ready[:8]), 10)
+    assert step.ledger.groups("train") == step.ledger.valid_groups() == list(range(8))
+    step.ledger = StepLedger(step=1, replacements=2)
+    following = [*ready[8:], *step.data.training_groups(6, step=1)]
+    gathering = asyncio.create_task(step.gather(following))
+    for group in following[2:]:
+        for spec in group:
+            while await step.store.states([spec.id]) == ["gone"]:
+                await asyncio.sleep(0.01)
+            await settle(step.store, spec.id, 1.0)
+    await asyncio.wait_for(gathering, 10)
+    assert step.ledger.valid_groups() == list(range(8, 16))
+    early = [record for record in await step.store.read([spec.id for group in ready for spec in group]) if record]
+    assert [record.claims for record in early] == [1] * 20  # nobody was asked to generate them again
+
+
+async def test_a_replaced_trainer_brings_no_record_back_that_its_successor_has_forgotten(step: Step) -> None:
+    groups = step.data.training_groups(1, step=0)
+    gathering = asyncio.create_task(step.gather(groups))
+    await step.tasks(2)
+    successor = await step.store.hold_job(step.uid, owner="trainer-1")
+    await step.store.forget([spec.id for spec in groups[0]], incarnation=successor)
+    with pytest.raises(Superseded):
+        await asyncio.wait_for(gathering, 10)
+    assert await step.store.members(step.uid) == []

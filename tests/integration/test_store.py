@@ -224,6 +224,25 @@ async def test_a_transferred_sample_is_its_new_owners_alone(store: TrajectorySto
     assert (record.owner, record.claims, record.moves, record.resumes, record.recomputed) == ("target", 1, 1, 0, 3 + 2)
 
 
+async def test_tokens_keep_their_own_version_and_log_prob_whoever_goes_on(store: TrajectoryStore, job_uid: str) -> None:
+    one = spec(job_uid)
+    await store.create([one])
+    parts = [
+        sampled([1, 2], [-0.5, -0.25], PolicyVersion(1, 1)),
+        observed([7], PolicyVersion(1, 1)),
+        sampled([3], [-2.0], PolicyVersion(1, 2)),
+        sampled([4, 5], [-3.0, -0.125], PolicyVersion(2, 2)),
+    ]
+    at = 0
+    for number, part in enumerate(parts):
+        claim = await claim_one(store, one.id, owner=f"w{number}")
+        assert (claim.tokens == join(*parts[:number])).all()
+        await store.write([Append(one.id, claim.epoch, at, part), Release(one.id, claim.epoch)])
+        at += len(part)
+    record = await read_one(store, one.id)
+    assert record.tokens.tobytes() == join(*parts).tobytes()
+
+
 async def test_a_transferred_sample_that_nobody_adopts_is_anyones(store: TrajectoryStore, job_uid: str) -> None:
     one = spec(job_uid)
     await store.create([one])
@@ -315,6 +334,18 @@ async def test_holding_a_job_counts_up(store: TrajectoryStore, job_uid: str) -> 
     assert await store.holder(job_uid) == 0
     assert [await store.hold_job(job_uid, owner="a"), await store.hold_job(job_uid, owner="b")] == [1, 2]
     assert await store.holder(job_uid) == 2
+
+
+async def test_one_that_was_replaced_does_not_go_on_holding_a_job(store: TrajectoryStore, job_uid: str) -> None:
+    await store.hold_job(job_uid, owner="a")
+    assert await store.hold_job(job_uid, owner="a", still=True) == 2
+    await store.hold_job(job_uid, owner="b")
+    with pytest.raises(StaleEpochError):
+        await store.hold_job(job_uid, owner="a", still=True)
+    await store.forget_job(job_uid)  # as when the job has ended, or the server has lost it
+    with pytest.raises(StaleEpochError):
+        await store.hold_job(job_uid, owner="a", still=True)
+    assert await store.hold_job(job_uid, owner="a", above=7) == 8
 
 
 async def test_a_replaced_trainer_cannot_forget_what_its_successor_needs(store: TrajectoryStore, job_uid: str) -> None:

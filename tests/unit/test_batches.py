@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from libs.common.errors import JigsawError
-from libs.common.tokens import PolicyVersion, observed, sampled
+from libs.common.tokens import PolicyVersion, from_bytes, observed, sampled
 from services.trainer.batches import Completion, Group, MicroBatch, pack, trained_lengths
 from services.trainer.grpo import Normaliser
 from services.trainer.model import Policy
@@ -56,6 +56,15 @@ def test_only_trained_tokens_are_scored() -> None:
     assert batch.behaviour_M.tolist() == [-0.5, -0.25]
     assert batch.advantage_M.tolist() == [2.0, 2.0]
     assert batch.weight_M.tolist() == [0.5, 0.5]
+
+
+def test_tokens_of_several_policy_versions_keep_their_own_log_probs() -> None:
+    first = sampled([6, 7], [-0.5, -0.25], PolicyVersion(1, 1))
+    then = sampled([8, 9], [-2.0, -3.0], PolicyVersion(2, 3))
+    stored = from_bytes(np.concatenate([first, then]).tobytes())
+    (batch,) = packed([Group(prompt_ids=[1], completions=[Completion(tokens=stored)], advantages_G=[1.0])], 64)
+    assert batch.target_M.tolist() == [6, 7, 8, 9]
+    assert batch.behaviour_M.tolist() == [-0.5, -0.25, -2.0, -3.0]
 
 
 def test_a_long_group_is_divided_and_a_long_sequence_stands_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from libs.common.errors import JigsawError
 from services.trainer import checkpoint
-from services.trainer.checkpoints import load_first
+from services.trainer.resume import load_first
 
 STATE = {"step": 3, "extra": {"row": 7, "raw": b"\x00\xff", "big": 2**63 - 1, "share": 0.1}}
 

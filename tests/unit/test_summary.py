@@ -94,15 +94,25 @@ def test_what_it_took_to_get_the_samples_is_counted_by_step_and_by_job() -> None
     assert history.recomputed_tokens == 50
 
 
+def kept(step: int, reward: float | None, *, incarnation: int = 1) -> Kept:
+    return Kept(PolicyVersion(step, incarnation), reward)
+
+
 def test_newest_and_best_checkpoints_are_kept() -> None:
-    kept = [Kept(10, 0.9), Kept(20, 0.2), Kept(30, 0.4), Kept(40, 0.3)]
-    assert droppable(kept, keep_last=1, keep_best=1) == [20, 30]
-    assert droppable(kept, keep_last=2, keep_best=0) == [10, 20]
+    all_four = [kept(10, 0.9), kept(20, 0.2), kept(30, 0.4), kept(40, 0.3)]
+    assert [version.step for version in droppable(all_four, keep_last=1, keep_best=1)] == [20, 30]
+    assert [version.step for version in droppable(all_four, keep_last=2, keep_best=0)] == [10, 20]
 
 
 def test_of_equally_good_checkpoints_the_first_is_best_and_unjudged_ones_go() -> None:
-    kept = [Kept(10, 0.5), Kept(20, 0.5), Kept(30, None), Kept(40, None)]
-    assert droppable(kept, keep_last=1, keep_best=1) == [20, 30]
+    all_four = [kept(10, 0.5), kept(20, 0.5), kept(30, None), kept(40, None)]
+    assert [version.step for version in droppable(all_four, keep_last=1, keep_best=1)] == [20, 30]
+
+
+def test_what_a_replaced_trainer_left_is_older_and_worse_than_the_same_of_its_successor() -> None:
+    late = [kept(20, 0.5, incarnation=1), kept(30, 0.2, incarnation=1)]
+    successors = [kept(20, 0.5, incarnation=2), kept(25, 0.3, incarnation=2)]
+    assert droppable([*late, *successors], keep_last=1, keep_best=1) == [one.version for one in late]
 
 
 def test_a_skipped_update_is_warned_of_by_the_learners_own_metric() -> None:
