@@ -23,7 +23,7 @@ from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, DiscardPolicy, KeyValueConfig, PubAck, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
+from nats.js.errors import APIError, BadRequestError, NotFoundError, ServerError, ServiceUnavailableError
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
@@ -35,8 +35,8 @@ from libs.common.tables import Table
 
 DEDUPE_WINDOW_S = 120.0
 ACK_WAIT_S = 30.0
-JOBS_ACK_WAIT_S = 10.0
-"""The scheduler is done with a message in moments; what a dead one had fetched comes to its successor after this."""
+REWARD_ACK_WAIT_S = 10.0
+"""A living reward service says every few seconds what it works on; what a dead one had fetched waits for this long."""
 
 M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
@@ -111,7 +111,8 @@ class Bus:
     async def set_up(self) -> None:
         """Create streams, buckets and the consumer that all jobs share; safe to repeat. The scheduler alone does this."""
         await self.ask(self._set_up)
-        await self.ensure_consumer(m.TrajectoryFinished, subjects.REWARD_CONSUMER)
+        finished = subjects.subscription(m.TrajectoryFinished)
+        await self._ensure(m.TrajectoryFinished, subjects.REWARD_CONSUMER, finished, ack_wait_s=REWARD_ACK_WAIT_S)
         await self.ask(lambda: self._js.create_object_store(subjects.BLOBS))
 
     async def _set_up(self) -> None:
@@ -164,7 +165,7 @@ class Bus:
                 if "maximum messages per subject" in (error.description or ""):
                     # An earlier attempt may have been the first message there, and only its answer lost.
                     return again and (await self._js.get_last_msg(stream, subject)).data == payload
-                if isinstance(error, ServiceUnavailableError):
+                if isinstance(error, ServiceUnavailableError | ServerError):
                     raise
                 raise JigsawError(f"the bus refused {type(message).__name__}: {error.description}") from error
             return True
@@ -192,9 +193,17 @@ class Bus:
         """Create a durable pull consumer for a message type; safe to repeat. The scheduler alone does this."""
         await self._ensure(kind, name, subjects.subscription(kind, **known))
 
-    async def ensure_job_queue(self, name: str) -> None:
-        """The consumer for everything on the jobs stream."""
-        await self._ensure(m.SubmitJob, name, subjects.ALL_JOBS, ack_wait_s=JOBS_ACK_WAIT_S)
+    async def take_job_queue(self, name: str) -> None:
+        """Make this the one consumer of everything on the jobs stream.
+
+        What an earlier one had been given and hadn't acknowledged comes again at once, and if that one still acknowledges
+        something, nobody hears it.
+        """
+        stream = _stream_of(m.SubmitJob)
+        for consumer in await self.ask(lambda: self._js.consumers_info(stream)):
+            if consumer.name != name:
+                await self.drop_consumer(m.SubmitJob, consumer.name)
+        await self._ensure(m.SubmitJob, name, subjects.ALL_JOBS)
 
     async def _ensure(self, kind: type[m.Message], name: str, subject: str, *, ack_wait_s: float = ACK_WAIT_S) -> None:
         config = ConsumerConfig(durable_name=name, filter_subject=subject, ack_wait=ack_wait_s, max_ack_pending=10_000)

@@ -93,7 +93,6 @@ LEADER_KEY = "scheduler"
 ALL_JOBS = "jobs.>"
 ALL_TELEMETRY = "telemetry.>"
 
-SCHEDULER_CONSUMER = "scheduler"
 REWARD_CONSUMER = "reward"
 
 
@@ -113,6 +112,11 @@ def message_id(message: m.Message) -> str | None:
 def subscription(kind: type[m.Message], **known: str) -> str:
     """The subject filter for a message type; attributes that aren't given are wildcards."""
     return ROUTES[kind].pattern.format_map(_Wildcards(known))
+
+
+def jobs_consumer(term: int) -> str:
+    """Durable consumer through which the scheduler that leads in a term hears of jobs."""
+    return f"jobs-{term}"
 
 
 def tasks_consumer(job_uid: str) -> str:

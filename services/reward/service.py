@@ -24,7 +24,7 @@ from services.reward.pool import ScorerPool
 
 CONCURRENT = 64
 NO_WORK_WAIT_S = 5.0
-KEEP_ALIVE_S = 10.0
+KEEP_ALIVE_S = 3.0
 RETRY_S = 1.0
 
 

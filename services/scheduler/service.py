@@ -110,13 +110,13 @@ async def lead(context: Context, leadership: Leadership, term: int) -> None:
     policy = policy_named(settings.scheduler.policy)
     scheduler = Scheduler(instance=context.instance, policy=policy, limits=Limits(worker_lost_s=settings.worker_lost_s))
     tables = await Tables.open(context)
-    await context.bus.ensure_job_queue(subjects.SCHEDULER_CONSUMER)
+    await context.bus.take_job_queue(subjects.jobs_consumer(term))
     effects = Effects(context, tables, leadership)
     await effects.carry_out(scheduler.handle(await restored(context, tables, term), now()))
     context.log.info("scheduling", policy=policy.name)
     sink, events = anyio.create_memory_object_stream[Inbound](EVENTS_WAITING)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(listen, context, tables, sink)
+        tasks.start_soon(listen, context, tables, sink, term)
         await consume(context, scheduler, effects=effects, events=events)
 
 
@@ -135,14 +135,14 @@ async def restored(context: Context, tables: Tables, term: int) -> e.StateRestor
     )
 
 
-async def listen(context: Context, tables: Tables, sink: Sink) -> None:
+async def listen(context: Context, tables: Tables, sink: Sink, term: int) -> None:
     """All sources, until the service is to stop; then no more events come."""
     async with sink, anyio.create_task_group() as sources:
         sources.start_soon(_workers, tables, sink)
         sources.start_soon(_progress, tables, sink)
         sources.start_soon(_telemetry, context, sink)
         sources.start_soon(_ticks, sink)
-        await _jobs(context, sink)
+        await _jobs(context, sink, term)
         sources.cancel_scope.cancel()
 
 
@@ -239,9 +239,9 @@ class Effects:
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-async def _jobs(context: Context, sink: Sink) -> None:
+async def _jobs(context: Context, sink: Sink, term: int) -> None:
     """Until the service is to stop. A pull isn't cut short: what it gets would have to wait for its redelivery."""
-    puller = await context.bus.pull(m.SubmitJob, subjects.SCHEDULER_CONSUMER)
+    puller = await context.bus.pull(m.SubmitJob, subjects.jobs_consumer(term))
     while not context.stopping.is_set():
         for delivery in await puller.fetch(PULL_AT_ONCE, wait_s=PULL_WAIT_S):
             event = job_event(delivery.message)

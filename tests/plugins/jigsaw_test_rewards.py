@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -31,3 +32,13 @@ def unhurried(completion: str, answer: str, row: Mapping[str, Any]) -> float:
     """As :func:`e_share`, but slow enough to be disturbed."""
     time.sleep(0.02)
     return e_share(completion, answer, row)
+
+
+def gated(completion: str, answer: str, row: Mapping[str, Any]) -> float:
+    """Leaves a file in the row's folder at each call, and waits there for one called "go"; the number of calls before."""
+    folder = Path(row["folder"])
+    before = len(list(folder.glob("call-*")))
+    (folder / f"call-{before}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    return float(before)
