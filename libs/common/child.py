@@ -89,11 +89,14 @@ class Child(Generic[Received]):
         """Process id."""
         return self._process.pid
 
+    def post(self, message: msgspec.Struct) -> None:
+        """Queue a message to the child without waiting; the caller bounds how many there can be."""
+        data = self._encoder.encode(message)
+        self._writer.write(_HEADER.pack(len(data)) + data)
+
     async def send(self, message: msgspec.Struct) -> None:
         """Hand a message to the child; waits while its buffer is full."""
-        data = self._encoder.encode(message)
-        self._writer.write(_HEADER.pack(len(data)))
-        self._writer.write(data)
+        self.post(message)
         try:
             await self._writer.drain()
         except ConnectionError:

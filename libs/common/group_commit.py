@@ -2,6 +2,9 @@
 
 While one batch is on its way, the next one collects; so the store is asked as often as it answers and never more, and the
 order of a trajectory's writes is the order in which they were queued.
+
+The queue has no limit of its own: who puts waits for the answer, one way or another, before it puts more about the same
+trajectory. So it holds a few writes for each trajectory that its owner has, however long the store is away.
 """
 
 import asyncio

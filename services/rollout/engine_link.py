@@ -3,8 +3,12 @@
 A new process is told the newest policy and the newest units, so nothing that happened while it was down is missed. One that
 can't be loaded several times in a row is *broken*, which the instance's presence tells the scheduler, with the reason. One
 that isn't needed for long is unloaded, and comes back with the next units.
+
+Turns that begin at the same moment reach the engine in one message, so that one prefill computes all of them: sent one by
+one, the first would have a step to itself while the others wait.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -46,6 +50,7 @@ class EngineLink:
         self._wanted = anyio.Event()
         self._wanted.set()
         self._changes = Changes()
+        self._beginning: list[TurnRequest] = []
         self._dropping: dict[int, anyio.Event] = {}
         self._drops = 0
         self.max_context = 0
@@ -122,14 +127,21 @@ class EngineLink:
             raise EngineLost(self.broken)
 
     async def begin(self, request: TurnRequest) -> None:
-        """Start generating a turn.
+        """Start generating a turn, together with all others that begin before the loop comes round again.
 
         Raises:
             EngineLost: there is no engine to do it.
         """
         if not self.ready:
             raise EngineLost("it is being restarted")
-        await self._send(wire.Begin([request]))
+        if not self._beginning:
+            asyncio.get_running_loop().call_soon(self._begin_all)
+        self._beginning.append(request)
+
+    def _begin_all(self) -> None:
+        requests, self._beginning = self._beginning, []
+        if requests and self._child is not None:  # if it has died meanwhile, all turns fail anyway
+            self._child.post(wire.Begin(requests))
 
     async def drop(self, keys: list[str]) -> None:
         """Stop turns at a step boundary; returns when their last tokens have been received."""
@@ -214,6 +226,7 @@ class EngineLink:
             await self._send(wire.SwitchPolicy(self._policy[0], str(self._policy[1])))
 
     async def _send(self, message: wire.ToEngine) -> None:
+        self._begin_all()  # a turn may be dropped in the moment in which it begins: in this order
         if self._child is not None:
             await self._child.send(message)
 

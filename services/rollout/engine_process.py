@@ -45,7 +45,12 @@ def make_engine(load: wire.Load) -> tuple[Engine, int]:
 
 
 class Outbox:
-    """New tokens on their way to the service: handed over together, at once for turns that ended."""
+    """New tokens on their way to the service: handed over together, at once for turns that ended.
+
+    Args:
+        flush_tokens, flush_s: no token is kept back for longer than so many tokens of its trajectory or so many seconds.
+            What would be when the next step ends, if that takes as long as the last one, goes out before it.
+    """
 
     def __init__(self, parent: Parent[wire.ToEngine], *, flush_tokens: int, flush_s: float, version: PolicyVersion) -> None:
         self._parent, self._flush_tokens, self._flush_s = parent, flush_tokens, flush_s
@@ -53,7 +58,7 @@ class Outbox:
         self._ids: dict[str, list[int]] = defaultdict(list)
         self._logprobs: dict[str, list[float]] = defaultdict(list)
         self._longest = 0
-        self._flushed_at = time.monotonic()
+        self._flushed_at = self._took_at = time.monotonic()
 
     def take(self, new: list[NewToken]) -> None:
         """Add a step's tokens; hand over those of turns that ended, and all when it is time."""
@@ -65,7 +70,9 @@ class Outbox:
             self._longest = max(self._longest, len(ids))
             if token.stopped is not None:
                 ended.append((token.key, token.stopped))
-        if self._longest >= self._flush_tokens or time.monotonic() - self._flushed_at >= self._flush_s:
+        now = time.monotonic()
+        step_s, self._took_at = now - self._took_at, now
+        if self._longest >= self._flush_tokens or now - self._flushed_at + step_s >= self._flush_s:
             self.flush(dict(ended))
         elif ended:
             self._send([self._segment(key, stopped) for key, stopped in ended])

@@ -92,9 +92,11 @@ class Intake:
         if not ids:
             return
         claims = await self._context.store.claim(ids, owner=self._context.instance, ttl_ms=int(self._lease_s * 1000))
+        for claim in claims:
+            if isinstance(claim, Claim):
+                await self._taker.start(claim)  # all of them before anything else, so that one prefill computes them
         for (delivery, task), claim in zip(work, claims, strict=True):
             if isinstance(claim, Claim):
-                await self._taker.start(claim)
                 await delivery.ack()
             else:
                 await self._not_claimed(delivery, task, claim)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import anyio
 import msgspec
@@ -37,6 +38,7 @@ class Leases:
     ) -> None:
         self._store, self._commits, self._engine, self._ttl_s, self._log = store, commits, engine, ttl_s, log
         self._held: dict[str, Trajectory] = {}
+        self._storing: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -84,14 +86,24 @@ class Leases:
             trajectory.lose(why)
 
     def store(self, trajectory: Trajectory) -> None:
-        """Checkpoint a trajectory's new tokens; it is lost if the store refuses them."""
+        """Checkpoint a trajectory's new tokens; it is lost if the store refuses them.
 
-        def note(done: "asyncio.Future[Answer]") -> None:
-            if not done.cancelled() and isinstance(refused := done.result(), StaleEpochError):
-                trajectory.lose(str(refused))
+        While its last checkpoint is on its way, new ones wait for the answer and go together: so a store that is away makes
+        no queue that grows for as long as patience lasts, and has one write per trajectory to take when it is back.
+        """
+        if trajectory.key not in self._storing:
+            for stored in self._commits.put(trajectory.checkpoint()):
+                self._storing.add(trajectory.key)
+                stored.add_done_callback(partial(self._stored, trajectory))
 
-        for stored in self._commits.put(trajectory.checkpoint()):
-            stored.add_done_callback(note)
+    def _stored(self, trajectory: Trajectory, done: "asyncio.Future[Answer]") -> None:
+        self._storing.discard(trajectory.key)
+        if done.cancelled():
+            return
+        if isinstance(refused := done.result(), StaleEpochError):
+            trajectory.lose(str(refused))
+        elif trajectory.key in self._held:
+            self.store(trajectory)
 
     async def renew(self) -> None:
         """Renew the leases until cancelled."""

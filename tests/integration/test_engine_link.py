@@ -8,12 +8,15 @@ from typing import Any
 import anyio
 import msgspec
 import psutil
+import pytest
 import structlog
 
+from libs.common.child import Child
 from libs.common.job import job_from
 from libs.common.replay import ReplayedRollout
 from libs.common.tokens import PolicyVersion
 from services.rollout import wire
+from services.rollout.engine import TurnRequest
 from services.rollout.engine_link import EngineLink
 
 V = PolicyVersion(1, 1)
@@ -42,6 +45,10 @@ async def running(**engine_args: Any) -> AsyncIterator[EngineLink]:
         yield link
         await link.stop()
         tasks.cancel_scope.cancel()
+
+
+def turn(key: str) -> TurnRequest:
+    return TurnRequest(key=key, prompt_ids=[1], token_ids=[], turn_start=0, max_new_tokens=50, temperature=1.0, seed=0)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -78,3 +85,26 @@ async def test_an_engine_whose_process_dies_whenever_it_is_told_to_load_is_broke
         await eventually(lambda: bool(link.broken))
         assert link.broken == "the engine process keeps dying"
         assert not link.ready
+
+
+async def test_turns_that_begin_together_reach_the_engine_together_and_before_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    posted: list[Any] = []
+    post = Child.post
+
+    def noted(child: Child[Any], message: msgspec.Struct) -> None:
+        if isinstance(message, (wire.Begin, wire.Drop)):
+            posted.append(message)
+        post(child, message)
+
+    monkeypatch.setattr(Child, "post", noted)
+    async with running(decode_ms=10.0) as link:
+        await eventually(lambda: link.ready and link.revision == 1)
+        async with anyio.create_task_group() as tasks:
+            for key in ("a", "b", "c"):
+                tasks.start_soon(link.begin, turn(key))
+        await link.begin(turn("d"))
+        await link.drop(["a", "d"])
+    assert [[request.key for request in begun.requests] for begun in posted[:2]] == [["a", "b", "c"], ["d"]]
+    assert posted[2].keys == ["a", "d"]

@@ -186,13 +186,14 @@ async def test_the_last_allowed_turn_isnt_answered(chat: ChatTokenizer) -> None:
 
 async def test_taking_over_in_the_middle_of_a_turn(chat: ChatTokenizer) -> None:
     eos = chat.eos_ids[0]
-    before = sampled([40, 41], [-0.1, -0.2], PolicyVersion(1))
-    played = await play(chat, [([42, eos], StopReason.STOP)], [Done()], before=before, max_new_tokens=10)
+    there = list(range(60, 100))
+    before = sampled(there, [-0.1] * 40, PolicyVersion(1))
+    played = await play(chat, [([42, eos], StopReason.STOP)], [Done()], before=before, max_new_tokens=64)
     (request,) = played.engine.requests
-    assert (list(request.token_ids), request.max_new_tokens, request.turn_start) == ([40, 41], 8, 0)
+    assert (list(request.token_ids), request.max_new_tokens, request.turn_start) == (there, 24, 0)
     assert played.stored["id"].tolist() == [42, eos]  # only what is new is written
     assert isinstance(played.end, Finish)
-    assert played.end.text == chat.decode([40, 41, 42])
+    assert played.end.text == chat.decode([*there, 42])
 
 
 async def test_taking_over_after_a_finished_turn_asks_the_environment(chat: ChatTokenizer) -> None:
