@@ -8,7 +8,6 @@ here dying is the order of the day.
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ import structlog
 
 from libs.common import messages as m
 from libs.common.bus import Bus
-from libs.common.child import die_with_parent
 from libs.common.errors import JigsawError
 from libs.common.settings import (
     Addresses,
@@ -34,9 +32,9 @@ from libs.common.settings import (
 from libs.common.store import TrajectoryStore
 from libs.node.servers import Server, start_nats, start_valkey
 from tests.chaos.proxy import Wire
+from tests.service_processes import start_service
 
-ROOT = Path(__file__).parents[2]
-PLUGINS = ROOT / "tests" / "plugins"
+PLUGINS = str(Path(__file__).parents[1] / "plugins")
 
 MACHINES = ("left", "right")
 WORKER_LOST_S = 2.0
@@ -55,8 +53,7 @@ class Instance:
 
     def __init__(self, role: str, name: str, *, settings: Path, home: Path, bus: Wire, store: Wire) -> None:
         self.role, self.name, self.bus, self.store = role, name, bus, store
-        self._command = [sys.executable, "-m", f"services.{role}", "--settings", str(settings), "--instance", name]
-        self._home = home
+        self._settings, self._log = settings, home / "logs" / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._closing = False
         self.starts = 0
@@ -118,19 +115,14 @@ class Instance:
             raise AssertionError(f"{self.name} didn't end within {END_S:g} s")
 
     async def _start(self) -> asyncio.subprocess.Process:
-        addresses = Addresses(f"nats://127.0.0.1:{self.bus.port}", f"redis://127.0.0.1:{self.store.port}")
-        path = os.pathsep.join([str(ROOT), str(PLUGINS)])
-        with (self._home / "logs" / f"{self.name}.log").open("ab") as output:
-            return await asyncio.create_subprocess_exec(
-                *self._command,
-                cwd=self._home,
-                env={**os.environ, **addresses.to_environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+        return await start_service(
+            self.role,
+            self.name,
+            settings=self._settings,
+            addresses=Addresses(f"nats://127.0.0.1:{self.bus.port}", f"redis://127.0.0.1:{self.store.port}"),
+            plugins=[PLUGINS],
+            log=self._log,
+        )
 
 
 class Cluster:
@@ -237,7 +229,7 @@ def _settings(home: Path, machine: str, rollouts: int) -> Path:
             home=str(home),
             device=DeviceSettings(id=machine, cores=cores, memory_mb=4096),
             rollout=RolloutSettings(instances=rollouts),
-            plugins=PluginSettings(allow=["jigsaw_test_rewards.*"], folders=[str(PLUGINS)]),
+            plugins=PluginSettings(allow=["jigsaw_test_rewards.*"], folders=[PLUGINS]),
             scheduler=SchedulerSettings(policy="static-split", instances=2, lease_s=SCHEDULER_LEASE_S),
             worker_lost_s=WORKER_LOST_S,
         )

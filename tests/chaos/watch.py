@@ -25,7 +25,7 @@ class Moment(StrEnum):
     ISSUED = "issued"  # its tasks have just been announced
     GENERATING = "generating"  # less than half of it is finished
     SCORING = "scoring"  # something waits for its score
-    TAIL = "tail"  # more than half is settled, not all
+    TAIL = "tail"  # more than half is finished, not all
     TRAINING = "training"
     PUBLISHED = "published"  # the next policy is out; the checkpoint, if it is time for one, isn't
 
@@ -81,7 +81,7 @@ class JobWatch:
             case Moment.SCORING:
                 return bool(self._finished - self._settled)
             case Moment.TAIL:
-                return issued < 2 * len(self._settled) < 2 * issued
+                return issued < 2 * len(self._finished) < 2 * issued
             case _:
                 return False
 

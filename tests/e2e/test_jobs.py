@@ -49,7 +49,7 @@ def test_what_a_job_leaves_behind(node: NodeUnderTest, tmp_path: Path) -> None:
     assert {"mismatch/kl", "throughput/tokens_per_s", "time/step", "time/rollout", "time/train"} <= names
     assert next((folder / "tensorboard").glob("events.out.tfevents.*")).stat().st_size > 0
     assert [step for step, _ in ended["evaluations"]] == [0, 2, 3]
-    assert (folder / "checkpoints" / "step-000003").is_dir()
+    assert (folder / "checkpoints" / "step-000003.1").is_dir()
 
 
 def test_two_jobs_in_turn_each_end_once(node: NodeUnderTest, tmp_path: Path) -> None:
