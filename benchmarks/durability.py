@@ -49,7 +49,7 @@ class Size(msgspec.Struct, frozen=True):
 
 SIZES = MappingProxyType(
     {
-        "full": Size(steps=3, rounds=3, kills=5, moves=15, round_trips=200),
+        "full": Size(steps=2, rounds=3, kills=5, moves=15, round_trips=200),
         "quick": Size(steps=2, rounds=1, kills=1, moves=2, round_trips=20),
     }
 )
