@@ -27,6 +27,9 @@ The fields of a record; times are milliseconds of the server's clock, counts are
     resumes          claims that found tokens. moves: transfers
     recomputed       prompt and response tokens whose KV resumes and moves had to compute again
     error            of the last failure or death
+    offered          1 while it is transferred and not adopted yet: its death then is nobody's
+    claimed_by       name of the call that claimed it. ended_by, ended_answer: the write that ended its last claim, and what
+                     was answered; so a call that is repeated is answered as the first time
     stop_reason, text, turns     of a finished one
     reward, reason               of a scored one; reward as repr(float)
 """
@@ -220,9 +223,10 @@ class TrajectoryStore:
         await self._forget(ids, str(incarnation))
 
     async def forget_job(self, job_uid: str) -> None:
-        """Delete everything of an ended job."""
+        """Delete everything of an ended job; its hold first, so that no trainer of it can create anything any more."""
+        await self._redis.delete(_hold(job_uid))
         await self._forget(await self.members(job_uid), "")
-        await self._redis.delete(_hold(job_uid), _index(job_uid))
+        await self._redis.delete(_index(job_uid))
 
     async def _forget(self, ids: Sequence[TrajectoryId], incarnation: str) -> None:
         pipe = self._redis.pipeline(transaction=False)

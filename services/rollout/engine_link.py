@@ -59,14 +59,12 @@ class EngineLink:
 
     @property
     def ready(self) -> bool:
-        """Whether work can be taken."""
-        return self._loaded is not None
+        """Whether turns may begin: an engine is loaded, and the wanted policy is in force."""
+        return self._loaded is not None and self._loaded == self.version
 
     @property
     def version(self) -> PolicyVersion:
-        """The policy in force; while none is, the one that was asked for last."""
-        if self._loaded is not None:
-            return self._loaded
+        """The policy that is wanted: nothing begins under another."""
         return self._policy[0] if self._policy else PolicyVersion(0)
 
     async def run(self) -> None:
@@ -87,12 +85,15 @@ class EngineLink:
                 return
             await anyio.sleep(0.5 * 2**failures)
 
-    async def use_policy(self, version: PolicyVersion, folder: Path) -> None:
-        """Put a version in force at the next step boundary."""
+    def want_policy(self, version: PolicyVersion, folder: Path) -> None:
+        """From now on nothing begins until this version is in force; :meth:`switch_policy` puts it there."""
         self._policy = (version, folder)
         self._policy_known.set()
-        if self._loaded is not None:
-            await self._send(wire.SwitchPolicy(version, str(folder)))
+
+    async def switch_policy(self) -> None:
+        """Put the wanted version in force at the next step boundary; a process that still loads finds it by itself."""
+        if self._loaded is not None and self._policy is not None:
+            await self._send(wire.SwitchPolicy(self._policy[0], str(self._policy[1])))
 
     async def set_units(self, units: tuple[int, ...], *, revision: int, memory_mb: int) -> None:
         """Compute on these units from the next step boundary on; none pauses.
@@ -208,6 +209,7 @@ class EngineLink:
             case wire.PolicySwitched(version=version, seconds=seconds):
                 self._loaded = version
                 self._log.debug("policy_switched", policy=str(version), seconds=round(seconds, 3))
+                self._changes.notify()
             case wire.UnitsApplied(revision=revision):
                 self.revision = revision
             case wire.Dropped(number=number):
@@ -222,8 +224,8 @@ class EngineLink:
         """Tell a new process what changed while it loaded."""
         if self._units is not None:
             await self._send(self._units)
-        if self._policy is not None and self._policy[0] != loaded:
-            await self._send(wire.SwitchPolicy(self._policy[0], str(self._policy[1])))
+        if loaded != self.version:
+            await self.switch_policy()
 
     async def _send(self, message: wire.ToEngine) -> None:
         self._begin_all()  # a turn may be dropped in the moment in which it begins: in this order

@@ -84,7 +84,7 @@ class Intake:
         await self._wait_for_policy([task for _, task in tasks])
         work: list[tuple[Delivery, m.StartRollout]] = []
         for delivery, task in tasks:
-            if self._taker.closing or task.policy != self._taker.version:
+            if self._taker.closing or task.policy != self._taker.version or task.step != self._taker.version.step:
                 await self._not_now(delivery, task)
             else:
                 work.append((delivery, task))

@@ -22,7 +22,7 @@ from libs.common.group_commit import GroupCommit
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
 from libs.common.tokens import PolicyVersion
-from libs.common.trajectory import Alone, Claim, Offer, Restart, TrajectoryId
+from libs.common.trajectory import Alone, Claim, Offer, Release, Restart, TrajectoryId
 from libs.environments.registry import make_environment
 from services.rollout import wire
 from services.rollout.engine_link import EngineLink
@@ -119,9 +119,11 @@ class JobRuntime:
                 continue
             if self._tools is None:
                 await self._prepare(folder)
-            elif published.version.step != self._engine.version.step:
-                await self._hand_back()  # what was begun under another policy isn't continued under this one
-            await self._engine.use_policy(published.version, folder)
+            another_step = published.version.step != self._engine.version.step
+            self._engine.want_policy(published.version, folder)
+            if another_step:  # what was begun under another policy isn't continued under this one
+                await self._hand_back(announce=False)  # whoever comes to that step again announces it
+            await self._engine.switch_policy()
             await anyio.to_thread.run_sync(partial(self._policies.prune_copies, self._uid, before=published.version))
             self._changes.notify()
 
@@ -183,6 +185,11 @@ class JobRuntime:
         """Run a trajectory that this instance has claimed or adopted."""
         assert self._tools is not None and self._tasks is not None
         trajectory = Trajectory(await self._of_one_version(claim), self._tools)
+        if claim.spec.step != self.version.step:  # the policy has changed since it was asked for
+            await asyncio.gather(*self._commits.put([Release(trajectory.id, claim.epoch)]))
+            return
+        if self._leases.get(trajectory.key) is not None:
+            return  # its adoption was asked for twice, because the answer was lost
         self._step = claim.spec.step
         self._leases.add(trajectory)
         self._tasks.start_soon(self._drive, trajectory)
@@ -224,7 +231,7 @@ class JobRuntime:
 
     async def _of_one_version(self, claim: Claim) -> Claim:
         """The claim; without its tokens if they came from another step's policy, with which the rest can't be continued."""
-        if not len(claim.tokens) or set(claim.tokens["step"].tolist()) == {self.version.step}:
+        if not len(claim.tokens) or set(claim.tokens["step"].tolist()) == {claim.spec.step}:
             return claim
         await asyncio.gather(*self._commits.put([Restart(claim.spec.id, claim.epoch)]))
         return msgspec.structs.replace(claim, tokens=claim.tokens[:0])
@@ -257,11 +264,12 @@ class JobRuntime:
             await self._changes.until(lambda: self._leases.only_suspects and next(iter(self._leases)) is trajectory)
             await asyncio.gather(*self._commits.put([Alone(trajectory.id, trajectory.claim.epoch)]))
 
-    async def _hand_back(self) -> None:
+    async def _hand_back(self, *, announce: bool = True) -> None:
         """Give back everything, and tell others that it waits."""
         with anyio.move_on_after(HAND_BACK_S, shield=True) as limit:
             released = await self._leases.let_go(list(self._leases))
-            await self._context.bus.publish_all([self._task(one) for one in released])
+            if announce:
+                await self._context.bus.publish_all([self._task(one) for one in released])
         if limit.cancelled_caught:
             self._log.warning("not_handed_back", trajectories=len(self._leases))
             self._leases.lose_all("engine or store didn't answer in time")

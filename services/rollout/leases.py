@@ -73,7 +73,8 @@ class Leases:
 
     def remove(self, trajectory: Trajectory) -> None:
         """It has ended, or is somebody else's now."""
-        self._held.pop(trajectory.key, None)
+        if self._held.get(trajectory.key) is trajectory:
+            del self._held[trajectory.key]
 
     def fail_turns(self, error: EngineLost) -> None:
         """The turns in progress can't end: the engine is gone."""

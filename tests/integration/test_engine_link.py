@@ -40,7 +40,7 @@ async def running(**engine_args: Any) -> AsyncIterator[EngineLink]:
     link = EngineLink(msgspec.structs.replace(job, rollout=rollout), cores=[0], receiver=receive, log=structlog.get_logger())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(link.run)
-        await link.use_policy(V, Path())
+        link.want_policy(V, Path())
         await link.set_units((0,), revision=1, memory_mb=100)
         yield link
         await link.stop()

@@ -264,18 +264,19 @@ async def test_a_job_that_ends_under_its_trajectories_ends_them_and_nothing_of_i
         assert await client.keys(f"*{world.uid}*") == []
 
 
-async def test_tokens_of_another_policy_are_not_continued(rollouts: Open) -> None:
+async def test_nothing_is_generated_under_the_policy_of_another_step(rollouts: Open) -> None:
     world = await rollouts(job_of())
-    later = PolicyVersion(2, 1)
+    later, successors = PolicyVersion(V.step + 1, 1), PolicyVersion(V.step, 2)
     await world.issue(1)
-    (claim,) = await world.store.claim(world.ids, owner="dead", ttl_ms=-1)
-    assert isinstance(claim, Claim)
-    del claim
     await world.publish_policy(later)
     async with world.instance("one"):
         await world.announce(world.ids, policy=later, attempt=1)
+        await anyio.sleep(0.5)
+        assert await world.store.states(world.ids) == ["pending"]
+        await world.publish_policy(successors)  # of a trainer that began again at an earlier checkpoint
+        await world.announce(world.ids, policy=successors, attempt=2)
         (done,) = await world.all_finished()
-    assert set(done.tokens["step"].tolist()) == {2}
+    assert set(done.tokens["step"].tolist()) == {V.step}
 
 
 def kill_engine() -> None:
