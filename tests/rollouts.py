@@ -107,5 +107,5 @@ class Rollouts:
             while (info := await self.bus.js.consumer_info(stream, consumer)).num_pending or info.num_ack_pending:
                 await anyio.sleep(0.01)
 
-    async def all_finished(self) -> list[Record]:
-        return await self.until(lambda records: all(record.state == "finished" for record in records))
+    async def all_finished(self, *, within_s: float = 20.0) -> list[Record]:
+        return await self.until(lambda records: all(record.state == "finished" for record in records), within_s=within_s)
