@@ -34,7 +34,7 @@ from services.trainer.gather import Gatherer, Waits
 from services.trainer.job_data import JobData
 from services.trainer.steps import StepLedger
 
-POLICY = PolicyVersion(0, 1)
+POLICY = PolicyVersion(0)  # of no incarnation: no trainer holds the job
 READY_S = 180.0
 LOOK_S = 0.001
 """Between two looks into the store."""

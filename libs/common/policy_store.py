@@ -94,9 +94,10 @@ class PolicyStore:
             self.prune_mirror(job_uid, before=before)
 
     def prune_mirror(self, job_uid: str, *, before: PolicyVersion) -> None:
-        """Delete what this machine has of versions older than one."""
-        for folder in (self._mirror / job_uid).glob("[0-9]*"):
-            if _is_older(folder.name, before):
+        """Delete what this machine has of versions older than one, half-written ones included."""
+        mirror = self._mirror / job_uid
+        for folder in (*mirror.glob("[0-9]*"), *manifest.partials(mirror)):
+            if _is_older(folder.name.removeprefix(".").removesuffix(".partial"), before):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def forget(self, job_uid: str) -> None:

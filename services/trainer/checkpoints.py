@@ -55,11 +55,15 @@ class Checkpoints:
         """
         manifest.verify(self.path(version), contents=True)
 
-    def prune(self, rewards: dict[int, float], *, keep_last: int, keep_best: int) -> None:
-        """Delete what isn't kept. Called once the newest has been verified."""
-        kept = [Kept(version, rewards.get(version.step)) for version in self.versions()]
+    def prune(self, rewards: dict[int, float], *, incarnation: int, keep_last: int, keep_best: int) -> None:
+        """Delete what isn't kept of what ``incarnation`` and those before it wrote; later ones are a successor's.
+
+        Called once the newest has been verified.
+        """
+        mine = [version for version in self.versions() if version.incarnation <= incarnation]
+        kept = [Kept(version, rewards.get(version.step)) for version in mine]
         for version in droppable(kept, keep_last=keep_last, keep_best=keep_best):
-            shutil.rmtree(self.path(version))
+            shutil.rmtree(self.path(version), ignore_errors=True)  # a successor may be deleting it, too
 
 
 def droppable(kept: Sequence[Kept], *, keep_last: int, keep_best: int) -> list[PolicyVersion]:

@@ -115,7 +115,9 @@ class Publication:
         self._retained = []
 
         def prune() -> None:
-            self.checkpoints.prune(rewards, keep_last=train.keep_last, keep_best=train.keep_best)
+            self.checkpoints.prune(
+                rewards, incarnation=self._incarnation, keep_last=train.keep_last, keep_best=train.keep_best
+            )
 
         await anyio.to_thread.run_sync(prune)
 

@@ -46,6 +46,8 @@ class RunLog:
             self._events: Any = EventFileWriter(str(folder / "tensorboard"))
             self._events.add_event(Event(step=start, session_log=SessionLog(status=SessionLog.START)))
             _forget_steps(self._path, start)
+            # Opened once: should this trainer be frozen and replaced, its successor puts another file in this one's place.
+            self._metrics = self._path.open("ab", buffering=0)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of one step."""
@@ -54,8 +56,7 @@ class RunLog:
         line = msgspec.json.encode({"step": step, "time": time.time(), **values}) + b"\n"
         with _writable(self._folder):
             self._event(step, Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]))
-            with self._path.open("ab") as metrics:
-                metrics.write(line)
+            self._metrics.write(line)
 
     def samples(self, step: int, records: Sequence[Record], *, shown: int) -> None:
         """All samples of a step as lines in a file, the first ``shown`` of them as text in TensorBoard, too."""
@@ -69,6 +70,7 @@ class RunLog:
         """Flush and close."""
         with _writable(self._folder):
             self._events.close()
+            self._metrics.close()
 
     def _text(self, step: int, tag: str, text: str) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb

@@ -132,7 +132,7 @@ class Campaign:
             await check_nothing_left(self._cluster, list(self._watch.jobs))
         finally:
             self._report.seconds = time.monotonic() - self._began
-        assert not self._watch.shrunk, self._watch.shrunk
+        assert not self._watch.broken, self._watch.broken
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -91,22 +92,21 @@ async def _left(cluster: Cluster) -> list[str]:
         consumers = [consumer.name for consumer in await cluster.bus.js.consumers_info(stream)]
         left += [f"consumer {name}" for name in consumers if name.startswith(("tasks-", "settled-"))]
     left += [f"allocation {key}" for key in await (await cluster.bus.table(m.Allocation)).all()]
-    for instance in cluster.instances.values():
-        try:
-            left += [f"process {command}" for command in map(_command, instance.process.children(recursive=True)) if command]
-        except psutil.NoSuchProcess:
-            left.append(f"{instance.name} is down")
-    left += [f"mirror {path}" for path in Path(cluster.home / "mirror").glob("*/*")]
+    services = {instance.process.pid for instance in cluster.instances.values() if instance.is_up}
+    left += [f"process {command}" for pid, command in _commands(cluster.home) if pid not in services]
+    left += [f"policy {path}" for path in (cluster.home / "policies").glob("*/*")]
     return left
 
 
-def _command(process: psutil.Process) -> str:
-    """What a process does for a job, "" if it does nothing for any: multiprocessing keeps one of its own."""
-    try:
-        command = " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
-    return command if "services." in command or "multiprocessing.spawn" in command else ""
+def _commands(home: Path) -> Iterator[tuple[int, str]]:
+    """The processes that work in the cluster's home, whoever started them and is dead by now."""
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+            if Path(process.cwd()).is_relative_to(home) and ("services." in command or "multiprocessing.spawn" in command):
+                yield process.pid, command
+        except (psutil.Error, OSError):
+            continue  # it has just ended
 
 
 async def _keys(url: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Whatever dies, whenever it dies: every job ends with the same trained samples as if nothing had happened."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -96,9 +95,10 @@ async def test_faults_on_a_model(tmp_path: Path, model: Path) -> None:
         Kind.KILL_TRAINER,
     )
     plan = [Planned(kind, MOST_DELICATE[kind], pause_s=0.5) for kind in kinds]
+    plan.append(Planned(Kind.KILL_TRAINER, Moment.GENERATING, pause_s=0.5))
     workload = Workload(model_jobs(tmp_path, model), at_once=1, rollouts=1)
     report = await run_campaign(tmp_path, workload, plan, seed=3)
-    assert Counter(one.kind for one in report.struck) == Counter(kinds)
+    assert len(report.struck) == len(plan)
     undisturbed, *attacked = [
         load_file(path) for path in sorted(tmp_path.glob("jobs/*/model/model.safetensors"), reverse=True)
     ]

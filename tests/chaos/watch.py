@@ -1,6 +1,7 @@
 """What can be seen of running jobs from outside: in which moment of its step each one is, and whose work is alive.
 
-Also the witness of one invariant: what the store has of a trajectory only ever grows at its end.
+Also the witness of two invariants: what the store has of a trajectory only ever grows at its end, and all of it was sampled
+from the policy of its step.
 """
 
 import time
@@ -94,7 +95,7 @@ class Watch:
         self.jobs: dict[str, JobWatch] = {}
         self.changes = Changes()
         self._prefixes: dict[TrajectoryId, bytes] = {}
-        self.shrunk: list[str] = []
+        self.broken: list[str] = []
 
     def follow(self, uid: str) -> JobWatch:
         """Watch a job, from before it is handed in."""
@@ -142,8 +143,12 @@ class Watch:
 
     def _compare(self, record: Record) -> None:
         id, ids = record.spec.id, record.tokens["id"].tobytes()
+        if set(record.tokens["step"].tolist()) - {record.spec.step}:
+            self.broken.append(
+                f"{id} of step {record.spec.step} has tokens of the policies {set(record.tokens['step'].tolist())}"
+            )
         if not ids.startswith(before := self._prefixes.get(id, b"")):
-            self.shrunk.append(f"{id} had {len(before) // 4} tokens, and now has {len(ids) // 4} that don't begin with them")
+            self.broken.append(f"{id} had {len(before) // 4} tokens, and now has {len(ids) // 4} that don't begin with them")
         self._prefixes[id] = ids
 
     async def _records(self, uid: str) -> list[Record]:
