@@ -12,7 +12,7 @@ from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common.bus import Bus, Puller
-from libs.common.errors import JigsawError, StaleEpochError
+from libs.common.errors import StaleEpochError
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import TERMINAL, Record, TrajectoryId, TrajectorySpec
@@ -69,8 +69,11 @@ class Gatherer:
         policy: PolicyVersion,
         settled: Puller,
         on_progress: Callable[[], None],
-    ) -> None:
-        """Issue ``groups`` and return when the ledger is complete, replacements included.
+    ) -> list[Record]:
+        """Issue ``groups`` and wait until the ledger is complete, replacements included.
+
+        Returns:
+            The records of all of them, in order of issue; every one is in a terminal state.
 
         Raises:
             Superseded: another trainer than the one that published ``policy`` holds the job.
@@ -82,11 +85,12 @@ class Gatherer:
         await self._reconcile(ledger, quiet=False)  # after a restart most of it may be there already
         on_progress()
         while True:
-            if replace := ledger.take_replaceable():
+            useless = ledger.useless()
+            if useless and await self._confirmed(ledger, useless) and (replace := ledger.take_replaceable()):
                 self._log.warning("groups_replaced", groups=replace, step=ledger.step)
                 await self._issue(ledger, data.training_groups(replace, step=ledger.step))
-            if ledger.complete and not await self._reopened(ledger):
-                return
+            if ledger.complete and (records := await self._confirmed(ledger, ledger.present())) is not None:
+                return records
             look_s = self._waits.second_look if self._expired else self._waits.look
             deliveries = await settled.fetch(256, wait_s=look_s)
             for delivery in deliveries:
@@ -104,18 +108,6 @@ class Gatherer:
                 checked_at = now
                 if quiet:  # perhaps everyone is busy with long ones: ask less and less often
                     heard_at, patience_s = now, 2 * patience_s
-
-    async def records(self, groups: Sequence[int], *, samples: int) -> list[Record]:
-        """What the store holds of these groups, in order.
-
-        Raises:
-            JigsawError: not all of it is there.
-        """
-        ids = [TrajectoryId(self._uid, group, sample) for group in groups for sample in range(samples)]
-        records = [record for record in await self._store.read(ids) if record is not None]
-        if len(records) < len(ids):
-            raise JigsawError(f"{len(ids) - len(records)} trajectories of a complete step are missing from the store")
-        return records
 
     async def _issue(self, ledger: StepLedger, groups: Sequence[Sequence[TrajectorySpec]]) -> None:
         for group in groups:
@@ -141,16 +133,21 @@ class Gatherer:
         about = {"sender": self._instance, "job_uid": self._uid, "step": step, "attempt": self._attempt, **more}
         await self._bus.publish_all([kind(group=id.group, sample=id.sample, **about) for id in ids])
 
-    async def _reopened(self, ledger: StepLedger) -> bool:
-        """Make sure that the store has what messages told: after a crash it may have lost its last second."""
-        ids = [TrajectoryId(self._uid, group, sample) for group, sample in ledger.present()]
-        lost = [id for id, state in zip(ids, await self._store.states(ids), strict=True) if state not in TERMINAL]
+    async def _confirmed(self, ledger: StepLedger, settled: Sequence[tuple[int, int]]) -> list[Record] | None:
+        """The records of samples that messages told are settled.
+
+        None if the store hasn't all of that: in a crash it may lose its last second. What it has lost is open again then.
+        """
+        ids = [TrajectoryId(self._uid, group, sample) for group, sample in settled]
+        records = [record for record in await self._store.read(ids) if record is not None and record.state in TERMINAL]
+        if len(records) == len(ids):
+            return records
+        lost = set(ids) - {record.spec.id for record in records}
         for id in lost:
             ledger.reopen(id.group, id.sample)
-        if lost:
-            self._log.warning("settled_records_lost", records=len(lost), step=ledger.step)
-            await self._reconcile(ledger, quiet=True)
-        return bool(lost)
+        self._log.warning("settled_records_lost", records=len(lost), step=ledger.step)
+        await self._reconcile(ledger, quiet=True)
+        return None
 
     async def _reconcile(self, ledger: StepLedger, *, quiet: bool) -> None:
         """Ask the store about what is missing; announce again what nobody seems to work on."""

@@ -175,21 +175,23 @@ class JobTrainer:
     ) -> PolicyVersion:
         """Roll out, train, publish; returns the new policy version."""
         started = time.monotonic()
-        rollout = self._job.rollout
-        groups = data.training_groups(rollout.batch, step=step)
+        groups = data.training_groups(self._job.rollout.batch, step=step)
         if self._is_evaluated(step):
             groups += data.evaluation_groups(step=step)
         self._begin(step, Phase.ROLLOUT)
         await self._tell()
-        await gatherer.gather(self._ledger, groups, data=data, policy=policy, settled=settled, on_progress=self._tell_soon)
+        records = await gatherer.gather(
+            self._ledger, groups, data=data, policy=policy, settled=settled, on_progress=self._tell_soon
+        )
         gathered = time.monotonic()
         self._phase = Phase.TRAIN
         await self._tell()
-        training = await gatherer.records(self._ledger.groups("train"), samples=rollout.group)
+        training = [record for record in records if record.spec.purpose == "train"]
+        evaluated = [record for record in records if record.spec.purpose == "eval"]
         summary = account(self._history, self._by_group(training))
         metrics = await self._train(step, training)
         trained = time.monotonic()
-        evaluated = await self._account_evaluation(gatherer, step, metrics)
+        self._account_evaluation(step, evaluated, metrics)
         metrics |= summary.metrics()
         for warning in self._history.warn(warnings_of(summary, metrics)):
             self._log.warning("attention", step=step, message=warning)
@@ -247,19 +249,14 @@ class JobTrainer:
         section = self._job.eval
         return section is not None and is_evaluation_step(step, every=section.every, steps=self._job.train.steps)
 
-    async def _account_evaluation(self, gatherer: Gatherer, step: int, metrics: dict[str, float]) -> list[Record]:
-        """Add a step's held-out samples, if it has any, to the history and to its metrics; returns them."""
-        groups = self._ledger.groups("eval")
-        if not groups or self._job.eval is None:
-            return []
-        records = await gatherer.records(groups, samples=self._job.eval.samples)
+    def _account_evaluation(self, step: int, records: list[Record], metrics: dict[str, float]) -> None:
+        """Add a step's held-out samples, if it has any, to the history and to its metrics."""
         rewards = [record.reward for record in records if record.reward is not None]
         if rewards:
             mean = sum(rewards) / len(rewards)
             self._history.evaluations.append((step, mean))
             metrics["eval/reward_mean"] = mean
         self._publication.retain([record.spec.id for record in records])
-        return records
 
     async def _final_evaluation(
         self, policy: PolicyVersion, *, data: JobData, gatherer: Gatherer, settled: Puller, log: RunLog
@@ -271,9 +268,11 @@ class JobTrainer:
         self._begin(steps, Phase.ROLLOUT)
         await self._tell()
         groups = data.evaluation_groups(step=steps)
-        await gatherer.gather(self._ledger, groups, data=data, policy=policy, settled=settled, on_progress=self._tell_soon)
+        evaluated = await gatherer.gather(
+            self._ledger, groups, data=data, policy=policy, settled=settled, on_progress=self._tell_soon
+        )
         metrics: dict[str, float] = {}
-        evaluated = await self._account_evaluation(gatherer, steps, metrics)
+        self._account_evaluation(steps, evaluated, metrics)
         await anyio.to_thread.run_sync(lambda: log.samples(steps, evaluated, shown=0))
         await anyio.to_thread.run_sync(lambda: log.scalars(steps, metrics))
 

@@ -62,16 +62,26 @@ class StepLedger:
         """A sample isn't settled after all: the store, which alone knows, has lost that."""
         self._groups[group].settled.pop(sample, None)
 
+    def useless(self) -> list[tuple[int, int]]:
+        """(group, sample) of the training groups that have turned out useless and haven't been counted yet."""
+        return [(issued.group, sample) for issued in self._useless() for sample in range(issued.samples)]
+
     def take_replaceable(self) -> int:
         """How many training groups have just turned out useless and may be replaced; each is counted once."""
         count = 0
-        for issued in self._groups.values():
-            if issued.purpose == "train" and issued.complete and issued.valid < MIN_VALID and not issued.handled:
-                issued.handled = True
-                if self._replacements > 0:
-                    self._replacements -= 1
-                    count += 1
+        for issued in self._useless():
+            issued.handled = True
+            if self._replacements > 0:
+                self._replacements -= 1
+                count += 1
         return count
+
+    def _useless(self) -> list[IssuedGroup]:
+        return [
+            issued
+            for issued in self._groups.values()
+            if issued.purpose == "train" and issued.complete and issued.valid < MIN_VALID and not issued.handled
+        ]
 
     @property
     def complete(self) -> bool:
@@ -90,10 +100,6 @@ class StepLedger:
             for sample in range(issued.samples)
             if sample not in issued.settled
         ]
-
-    def groups(self, purpose: Purpose) -> list[int]:
-        """Group numbers issued for a purpose, in order of issue."""
-        return [issued.group for issued in self._groups.values() if issued.purpose == purpose]
 
     def valid_groups(self) -> list[int]:
         """Training groups with enough valid samples."""

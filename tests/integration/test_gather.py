@@ -13,7 +13,7 @@ from libs.common import subjects
 from libs.common.bus import Bus
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import TOKEN, PolicyVersion
-from libs.common.trajectory import Claim, Fail, Finish, Renew, Score, TrajectoryId, TrajectorySpec
+from libs.common.trajectory import Claim, Fail, Finish, Record, Renew, Score, TrajectoryId, TrajectorySpec
 from services.trainer.gather import Gatherer, Waits
 from services.trainer.publication import Superseded
 from services.trainer.steps import StepLedger
@@ -53,6 +53,7 @@ class Step:
         self.ledger = StepLedger(step=0, replacements=2)
         self.data = FakeData(job_uid)
         self.waits = Waits(look=0.2, second_look=0.1, quiet=0.4)
+        self.gathered: list[Record] = []
 
     async def gather(self, groups: Sequence[Sequence[TrajectorySpec]]) -> None:
         gatherer = Gatherer(
@@ -64,7 +65,7 @@ class Step:
             log=structlog.get_logger(),
         )
         settled = await self.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self.uid))
-        await gatherer.gather(
+        self.gathered = await gatherer.gather(
             self.ledger,
             groups,
             data=self.data,  # type: ignore[arg-type]  # a fake
@@ -182,6 +183,20 @@ async def test_a_finished_trajectory_whose_word_was_lost_is_sent_to_be_scored_ag
     await asyncio.wait_for(gathering, 10)
 
 
+async def test_a_failure_that_the_store_has_lost_replaces_no_group(step: Step) -> None:
+    gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
+    await step.tasks(2)
+    await settle(step.store, TrajectoryId(step.uid, 0, 0), 1.0)
+    failed = msgspec.structs.replace(step.word(0, 1), state="failed")
+    await step.bus.publish(step.word(0, 0))
+    await step.bus.publish(failed)
+    (again,) = await step.tasks(1)
+    assert (again.group, again.sample) == (0, 1)
+    await settle(step.store, TrajectoryId(step.uid, 0, 1), 0.0)
+    await asyncio.wait_for(gathering, 10)
+    assert [record.state for record in step.gathered] == ["scored", "scored"]
+
+
 async def test_a_useless_group_is_replaced_by_the_next_prompt(step: Step) -> None:
     gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
     await step.tasks(2)
@@ -214,7 +229,8 @@ async def test_of_ten_ready_groups_a_step_of_eight_takes_its_own_and_the_next_on
             await settle(step.store, spec.id, 1.0)
             await step.bus.publish(step.word(spec.id.group, spec.id.sample))
     await asyncio.wait_for(step.gather(ready[:8]), 10)
-    assert step.ledger.groups("train") == step.ledger.valid_groups() == list(range(8))
+    assert step.ledger.valid_groups() == list(range(8))
+    assert step.ledger.present() == [(group, sample) for group in range(8) for sample in range(2)]
     step.ledger = StepLedger(step=1, replacements=2)
     following = [*ready[8:], *step.data.training_groups(6, step=1)]
     gathering = asyncio.create_task(step.gather(following))

@@ -71,7 +71,7 @@ def test_evaluation_groups_are_never_replaced_nor_trained() -> None:
     assert ledger.complete
     assert ledger.take_replaceable() == 0
     assert ledger.valid_groups() == []
-    assert ledger.groups("eval") == [0]
+    assert ledger.present() == [(0, 0)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.sampled_from(["scored", "failed"])), max_size=200))
