@@ -125,6 +125,8 @@ class Scheduler:
         for record in sorted(event.jobs, key=lambda record: (record.submitted_at, record.job_uid)):
             if record.state is m.JobState.ENDED:
                 self._ended.add(record.job_uid)
+                if now - (record.ended_at or 0.0) < 2 * self._limits.sweep_s:  # the one before may not have come to it
+                    self._sweeps[record.job_uid] = self._now_s + self._limits.sweep_s
             else:
                 self._add(record)
         self._allocations = {(a.instance, a.job_uid): a for a in event.allocations}

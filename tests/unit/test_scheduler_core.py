@@ -253,13 +253,25 @@ def test_a_jump_of_the_clock_costs_nobody_anything(jump_s: float) -> None:
     assert world.allocations == held
 
 
+def sweeps(world: World, seconds: int) -> list[c.CleanUpJob]:
+    """What is cleaned up while time passes."""
+    done = [command for _ in range(seconds) for command in world.send(e.Tick(), after_s=1.0)]
+    return [command for command in done if isinstance(command, c.CleanUpJob)]
+
+
 def test_an_ended_job_is_swept_once_more() -> None:
     world = two_cores(limits=Limits(sweep_s=5.0))
     world.send(submit("a"), e.CancelRequested("a", ""))
-    sweeps = [
-        command for _ in range(20) for command in world.send(e.Tick(), after_s=1.0) if isinstance(command, c.CleanUpJob)
-    ]
-    assert sweeps == [c.CleanUpJob("a")]
+    assert sweeps(world, 20) == [c.CleanUpJob("a")]
+
+
+def test_an_ended_job_is_swept_by_a_scheduler_that_was_restarted_meanwhile_and_by_no_later_one() -> None:
+    world = two_cores(limits=Limits(sweep_s=5.0))
+    world.send(submit("a"), e.CancelRequested("a", ""))
+    world.restart()
+    assert sweeps(world, 20) == [c.CleanUpJob("a")]
+    world.restart()
+    assert sweeps(world, 20) == []
 
 
 def test_a_restart_changes_nothing_and_revisions_go_on() -> None:
