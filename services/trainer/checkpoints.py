@@ -8,6 +8,7 @@ and is older than anything of its successor's.
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -33,6 +34,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    @classmethod
+    def of(cls, job_folder: Path) -> Self:
+        """Those of the job that has this folder."""
+        return cls(job_folder / "checkpoints")
 
     def path(self, version: PolicyVersion) -> Path:
         """Where the checkpoint of a policy lies."""

@@ -16,8 +16,8 @@ from libs.common.errors import StaleEpochError
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import TERMINAL, Record, TrajectoryId, TrajectorySpec
+from services.trainer.hold import Superseded
 from services.trainer.job_data import JobData
-from services.trainer.publication import Superseded
 from services.trainer.steps import StepLedger
 
 

@@ -3,14 +3,15 @@
 import anyio
 
 from libs.common import messages as m
-from libs.common.errors import JigsawError, StaleEpochError, Unreachable
+from libs.common.errors import JigsawError, Unreachable
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
 from services.trainer import wire
 from services.trainer.compute_link import ComputeFailed, ComputeLink, ComputeLost
+from services.trainer.hold import Hold, Superseded
 from services.trainer.job_trainer import JobTrainer
 from services.trainer.progress import Progress
-from services.trainer.publication import Publication, Superseded, latest_incarnation
+from services.trainer.publication import Publication
 
 LIVES = 3
 """Training processes that may die in a row, none getting further than those before it, before the job fails."""
@@ -28,7 +29,7 @@ class HeldJob:
         self._compute: ComputeLink | None = None
         self._allocation: m.Allocation | None = None
         self._step = 0
-        self._incarnation: int | None = None
+        self._hold: Hold | None = None
 
     @property
     def revision(self) -> int:
@@ -55,8 +56,8 @@ class HeldJob:
         with self._scope:
             try:
                 ended = await self._outcome()
-                if await self._context.store.holder(self._record.job_uid) != self._incarnation:
-                    raise Superseded(self._record.job_uid)
+                if self._hold is not None:
+                    await self._hold.require()
                 await self._context.bus.publish(ended)
             except Superseded as reason:
                 superseded = True
@@ -102,17 +103,17 @@ class HeldJob:
         def report(done: wire.MicroBatchDone) -> None:
             tasks.start_soon(self._report, trainer.step, done)
 
-        uid = self._record.job_uid
         failure: JigsawError | None = None
-        self._incarnation = incarnation = await self._hold()  # before there is a process to end
+        # Before there is a process to end.
+        hold = self._hold = await Hold.take(self._context, self._record.job_uid, before=self._hold)
         async with anyio.create_task_group() as tasks:
             compute = await ComputeLink.start(
                 engine=self._record.job.train.engine, cores=self._cores(), on_micro_batch=report, log=self._context.log
             )
             tasks.start_soon(compute.run)
             self._compute = compute
-            publication = Publication(self._context, uid, incarnation=incarnation, compute=compute, policies=self._policies)
-            progress = Progress(self._context, uid, incarnation=incarnation)
+            publication = Publication(self._context, hold, compute=compute, policies=self._policies)
+            progress = Progress(self._context, hold)
             trainer = JobTrainer(self._context, self._record, compute=compute, publication=publication, progress=progress)
             try:
                 await self._apply()
@@ -127,19 +128,6 @@ class HeldJob:
                 tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
-
-    async def _hold(self) -> int:
-        """Take the job, from whoever had it at first, and later only from this trainer's own life before.
-
-        Raises:
-            Superseded: another trainer has taken it meanwhile.
-        """
-        uid, owner = self._record.job_uid, self._context.instance
-        above = await latest_incarnation(self._context, uid)
-        try:
-            return await self._context.store.hold_job(uid, owner=owner, above=above, still=self._incarnation is not None)
-        except StaleEpochError:
-            raise Superseded(uid) from None
 
     async def _report(self, step: int, done: wire.MicroBatchDone) -> None:
         await self._context.bus.publish(

@@ -30,9 +30,10 @@ from libs.environments.registry import make_environment
 from services.trainer import wire
 from services.trainer.compute_link import ComputeLink
 from services.trainer.gather import Gatherer, Waits
+from services.trainer.hold import Superseded
 from services.trainer.job_data import JobData
 from services.trainer.progress import Progress
-from services.trainer.publication import Publication, Superseded
+from services.trainer.publication import Publication
 from services.trainer.run_log import RunLog
 from services.trainer.steps import StepLedger, is_evaluation_step
 from services.trainer.summary import account, token_count, warnings_of

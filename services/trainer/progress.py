@@ -13,18 +13,18 @@ from libs.common import messages as m
 from libs.common.history import History
 from libs.common.service import Context
 from libs.common.tables import Table
-from services.trainer.publication import Superseded
+from services.trainer.hold import Hold, Superseded
 
 
 class Progress:
     """Tells for one life of a job's trainer.
 
     Args:
-        incarnation: of this life.
+        hold: of this life.
     """
 
-    def __init__(self, context: Context, job_uid: str, *, incarnation: int) -> None:
-        self._bus, self._uid, self._incarnation = context.bus, job_uid, incarnation
+    def __init__(self, context: Context, hold: Hold) -> None:
+        self._bus, self._uid, self._incarnation = context.bus, hold.job_uid, hold.incarnation
         self._telling = anyio.Lock()
         self._table: Table[m.JobProgress] | None = None
         self._revision = 0

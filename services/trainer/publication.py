@@ -17,7 +17,7 @@ import anyio
 
 from libs.common import manifest
 from libs.common import messages as m
-from libs.common.errors import JigsawError, StaleEpochError
+from libs.common.errors import StaleEpochError
 from libs.common.job import TrainSection
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
@@ -25,40 +25,21 @@ from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import TrajectoryId
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.compute_link import ComputeLink
-
-
-class Superseded(JigsawError):
-    """Another trainer holds this job now, or the job has ended; this one ends without a word."""
-
-    def __init__(self, job_uid: str) -> None:
-        super().__init__(f"job {job_uid} has ended or is held by another trainer")
-
-
-async def latest_incarnation(context: Context, job_uid: str) -> int:
-    """The latest incarnation that has left something where the trajectory store's losses don't reach; 0 if none has."""
-    pointer = await (await context.bus.table(m.PolicyPublished)).get(job_uid)
-    versions = await anyio.to_thread.run_sync(_checkpoints(context, job_uid).versions)
-    return max([version.incarnation for version in versions] + ([pointer.version.incarnation] if pointer else []), default=0)
-
-
-def _checkpoints(context: Context, job_uid: str) -> Checkpoints:
-    return Checkpoints(context.settings.job_folder(job_uid) / "checkpoints")
+from services.trainer.hold import Hold, Superseded
 
 
 class Publication:
     """Publishes for one life of a job's trainer.
 
     Args:
-        incarnation: of this life; part of every version that it publishes.
+        hold: of this life; every version carries its incarnation.
     """
 
-    def __init__(
-        self, context: Context, job_uid: str, *, incarnation: int, compute: ComputeLink, policies: PolicyStore
-    ) -> None:
-        self._context, self._uid, self._incarnation = context, job_uid, incarnation
+    def __init__(self, context: Context, hold: Hold, *, compute: ComputeLink, policies: PolicyStore) -> None:
+        self._context, self._hold, self._uid = context, hold, hold.job_uid
         self._compute, self._policies = compute, policies
-        self._folder = context.settings.job_folder(job_uid)
-        self.checkpoints = _checkpoints(context, job_uid)
+        self._folder = context.settings.job_folder(hold.job_uid)
+        self.checkpoints = Checkpoints.of(self._folder)
         self._retained: list[TrajectoryId] = []
 
     async def policy(self, step: int) -> PolicyVersion:
@@ -67,8 +48,8 @@ class Publication:
         Raises:
             Superseded: another trainer holds the job.
         """
-        await self.require_hold()
-        version = PolicyVersion(step, self._incarnation)
+        await self._hold.require()
+        version = PolicyVersion(step, self._hold.incarnation)
         folder = await anyio.to_thread.run_sync(self._policies.prepare, self._uid, version)
         await self._compute.write_policy(str(folder))
         digest = await anyio.to_thread.run_sync(self._policies.complete, self._uid, version)
@@ -82,7 +63,7 @@ class Publication:
         table = await self._context.bus.table(m.PolicyPublished)
         current = await table.entry(self._uid)
         before = current.value if current is not None else None
-        if before is not None and before.version.incarnation > self._incarnation:
+        if before is not None and before.version.incarnation > self._hold.incarnation:
             raise Superseded(self._uid)
         if not await table.swap(self._uid, published, expected_revision=current.revision if current else 0):
             raise Superseded(self._uid)
@@ -104,31 +85,22 @@ class Publication:
         Raises:
             Superseded: another trainer holds the job.
         """
-        await self.require_hold()
-        version = PolicyVersion(step, self._incarnation)
+        await self._hold.require()
+        version = PolicyVersion(step, self._hold.incarnation)
         await self._compute.write_checkpoint(step, str(self.checkpoints.path(version)), extra=extra)
         await anyio.to_thread.run_sync(self.checkpoints.verify, version)
         try:
-            await self._context.store.forget(self._retained, incarnation=self._incarnation)
+            await self._context.store.forget(self._retained, incarnation=self._hold.incarnation)
         except StaleEpochError:
             raise Superseded(self._uid) from None
         self._retained = []
 
         def prune() -> None:
             self.checkpoints.prune(
-                rewards, incarnation=self._incarnation, keep_last=train.keep_last, keep_best=train.keep_best
+                rewards, incarnation=self._hold.incarnation, keep_last=train.keep_last, keep_best=train.keep_best
             )
 
         await anyio.to_thread.run_sync(prune)
-
-    async def require_hold(self) -> None:
-        """A trainer that was frozen and replaced must not touch what its successor needs.
-
-        Raises:
-            Superseded: another one holds the job, or the job has ended.
-        """
-        if await self._context.store.holder(self._uid) != self._incarnation:
-            raise Superseded(self._uid)
 
     async def model(self) -> Path:
         """Write the trained model in Hugging Face format; where it lies.
@@ -136,8 +108,8 @@ class Publication:
         Raises:
             Superseded: another trainer holds the job.
         """
-        await self.require_hold()
-        target, writer = self._folder / "model", str(self._incarnation)
+        await self._hold.require()
+        target, writer = self._folder / "model", str(self._hold.incarnation)
         partial = await anyio.to_thread.run_sync(lambda: manifest.prepare(target, writer=writer))
         await self._compute.write_policy(str(partial))
         await anyio.to_thread.run_sync(lambda: manifest.complete(target, durable=True, writer=writer))
@@ -149,7 +121,7 @@ class Publication:
         def delete() -> None:
             for partial in [*manifest.partials(self._folder), *manifest.partials(self._folder / "checkpoints")]:
                 *_, writer, _ = partial.name.split(".")  # an incarnation, for the model as for checkpoints
-                if writer.isdigit() and int(writer) < self._incarnation:
+                if writer.isdigit() and int(writer) < self._hold.incarnation:
                     shutil.rmtree(partial, ignore_errors=True)
 
         await anyio.to_thread.run_sync(delete)

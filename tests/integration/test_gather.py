@@ -15,7 +15,7 @@ from libs.common.store import TrajectoryStore
 from libs.common.tokens import TOKEN, PolicyVersion
 from libs.common.trajectory import Claim, Fail, Finish, Record, Renew, Score, TrajectoryId, TrajectorySpec
 from services.trainer.gather import Gatherer, Waits
-from services.trainer.publication import Superseded
+from services.trainer.hold import Superseded
 from services.trainer.steps import StepLedger
 from tests.trajectories import spec_of
 

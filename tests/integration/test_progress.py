@@ -9,8 +9,8 @@ from libs.common.bus import Bus
 from libs.common.history import History
 from libs.common.settings import default_settings
 from libs.common.store import TrajectoryStore
+from services.trainer.hold import Hold, Superseded
 from services.trainer.progress import Progress
-from services.trainer.publication import Superseded
 from tests.contexts import context_of
 
 UID = "job"
@@ -24,7 +24,7 @@ def progress(step: int, history: History | None = None) -> m.JobProgress:
 
 async def test_who_was_replaced_cannot_tell(bus: Bus, store: TrajectoryStore, tmp_path: Path) -> None:
     context = await context_of("trainer-0", default_settings(tmp_path), bus, store)
-    old, new = (Progress(context, UID, incarnation=number) for number in (1, 2))
+    old, new = (Progress(context, Hold(context, UID, incarnation=number)) for number in (1, 2))
     table = await bus.table(m.JobProgress)
     await old.tell(lambda: progress(1))
     await old.tell(lambda: progress(2))
@@ -37,7 +37,7 @@ async def test_who_was_replaced_cannot_tell(bus: Bus, store: TrajectoryStore, tm
 
 async def test_a_new_life_finds_what_was_told(bus: Bus, store: TrajectoryStore, tmp_path: Path) -> None:
     context = await context_of("trainer-0", default_settings(tmp_path), bus, store)
-    first, second = (Progress(context, UID, incarnation=number) for number in (1, 2))
+    first, second = (Progress(context, Hold(context, UID, incarnation=number)) for number in (1, 2))
     assert await first.history() == History()
     await first.tell(lambda: progress(3, History(steps=3, trained=48)))
     assert (await second.history()).trained == 48

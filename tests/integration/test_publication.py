@@ -19,7 +19,8 @@ from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import TrajectoryId
 from services.trainer.compute_link import ComputeFailed
-from services.trainer.publication import Publication, Superseded, latest_incarnation
+from services.trainer.hold import Hold, Superseded
+from services.trainer.publication import Publication
 from tests.contexts import context_of
 from tests.trajectories import spec_of
 
@@ -56,17 +57,16 @@ class FakeCompute:
 class Trainer:
     """One life of a job's trainer, without its step loop."""
 
-    def __init__(self, context: Context, uid: str, incarnation: int, folder: Path) -> None:
-        self.compute = FakeCompute(str(incarnation))
+    def __init__(self, context: Context, hold: Hold, folder: Path) -> None:
+        self.compute = FakeCompute(str(hold.incarnation))
         policies = PolicyStore(str(folder / "policies"), mirror=folder / "mirror")
         self.publication = Publication(
             context,
-            uid,
-            incarnation=incarnation,
+            hold,
             compute=self.compute,  # type: ignore[arg-type]  # a fake
             policies=policies,
         )
-        self.retained = [TrajectoryId(uid, 0, 0)]
+        self.retained = [TrajectoryId(hold.job_uid, 0, 0)]
 
     async def checkpoint(self) -> None:
         self.publication.retain(self.retained)
@@ -88,8 +88,7 @@ class World:
 
     async def trainer(self) -> Trainer:
         """One that takes the job."""
-        incarnation = await self.context.store.hold_job(self.uid, owner="t")
-        trainer = Trainer(self.context, self.uid, incarnation, self._folder)
+        trainer = Trainer(self.context, await Hold.take(self.context, self.uid, before=None), self._folder)
         await trainer.publication.tidy()
         return trainer
 
@@ -125,9 +124,7 @@ async def test_a_checkpoint_is_not_replaced_by_one_that_was_begun_before_it(worl
 async def test_a_late_checkpoint_that_gets_through_is_the_older_one_and_takes_no_record_with_it(world: World) -> None:
     old = await world.trainer()
     writing = await old.freeze_in(old.checkpoint)
-    new = Trainer(
-        world.context, world.uid, await world.context.store.hold_job(world.uid, owner="t1"), Path()
-    )  # tidies later
+    new = Trainer(world.context, await Hold.take(world.context, world.uid, before=None), Path())  # tidies later
     old.compute.woken.set()
     with pytest.raises(Superseded):
         await writing
@@ -179,12 +176,8 @@ async def test_an_incarnation_that_the_store_has_lost_is_not_given_again(world: 
     await last.checkpoint()
     await world.context.store.forget_job(world.uid)
     assert await world.context.store.hold_job(world.uid, owner="t") == 1
-    assert await latest_incarnation(world.context, world.uid) == 3
     await world.context.store.forget_job(world.uid)
-    again = await world.context.store.hold_job(
-        world.uid, owner="t", above=await latest_incarnation(world.context, world.uid)
-    )
-    assert again == 4
+    assert (await Hold.take(world.context, world.uid, before=None)).incarnation == 4
 
 
 async def test_a_record_that_was_forgotten_is_not_brought_back_by_a_replaced_trainer(world: World) -> None:
