@@ -169,7 +169,7 @@ def _cutting(find: Find, which: str, seconds: float) -> Strike:
 
         async def heal() -> None:
             await asyncio.sleep(seconds)
-            wire.mend()
+            wire.mend(torn=attack.draw.random() < 0.5)
 
         return heal
 

@@ -35,8 +35,11 @@ class Wire:
         """Let nothing through; it waits, as packets do that are sent again and again."""
         self._whole = anyio.Event()
 
-    def mend(self) -> None:
-        """Let through what waits."""
+    def mend(self, *, torn: bool) -> None:
+        """Let through what waits; or, if it was ``torn``, that is lost and so are the connections, as after a long time."""
+        if torn:
+            for connection in list(self._connections):
+                connection.cancel()
         self._whole.set()
 
     async def close(self) -> None:
