@@ -134,6 +134,11 @@ class Life:
         """The epoch that the caller believes in."""
         return self.given[max(0, len(self.given) - 1 - self.call.age)] if self.call.age >= 0 else self.model.epoch + 1
 
+    @property
+    def read_epoch(self) -> int:
+        """The epoch of the record that was read to be scored; mostly it is as it was."""
+        return self.model.epoch if self.call.lasts else self.epoch
+
     def writes(self) -> list[Write]:
         """What the caller writes in one round trip."""
         call, id, epoch, at = self.call, self.id, self.epoch, len(self.model.tokens)
@@ -159,9 +164,9 @@ class Life:
             case "die":
                 return [Die(id, epoch, f"engine of {call.worker}")]
             case "score":
-                return [Score(id, call.count / 4, "reason")]
+                return [Score(id, self.read_epoch, call.count / 4, "reason")]
             case "unscorable":
-                return [Score(id, None, "no score")]
+                return [Score(id, self.read_epoch, None, "no score")]
             case "renew":
                 return [Renew(id, epoch, ttl_ms)]
             case "dies_alone":

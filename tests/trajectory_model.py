@@ -177,7 +177,7 @@ class ModelRecord(msgspec.Struct, kw_only=True):
         return self.state
 
     def _score(self, write: Score) -> int:
-        if self.state != "finished":
+        if self.state != "finished" or write.epoch != self.epoch:
             return 0
         self.state, self.reward = ("failed", None) if write.reward is None else ("scored", write.reward)
         if write.reward is None:

@@ -277,9 +277,9 @@ def _queue(pipe: Any, write: Write) -> None:
             pipe.fcall("jigsaw_fail", 1, record, epoch, error, -1 if backoff_ms is None else backoff_ms)
         case Die(epoch=epoch, error=error):
             pipe.fcall("jigsaw_die", 2, record, tokens, epoch, error)
-        case Score(reward=reward, reason=reason):
+        case Score(epoch=epoch, reward=reward, reason=reason):
             valid = reward is not None
-            pipe.fcall("jigsaw_score", 1, record, repr(reward) if valid else "", reason, "1" if valid else "0")
+            pipe.fcall("jigsaw_score", 1, record, epoch, repr(reward) if valid else "", reason, "1" if valid else "0")
 
 
 def _answer(reply: Any) -> "int | str | StaleEpochError":

@@ -239,13 +239,16 @@ local function fail(keys, args)
   return ended(keys[1], 'fail', args[1], state)
 end
 
--- KEYS record   ARGV reward, reason, ok ('1' a valid score, '0' the scorer failed)     -> 1 now effective, 0 was settled
+-- The epoch says which text was scored: in a crash the server may lose that one, and another may be finished since.
+-- KEYS record   ARGV epoch, reward, reason, ok ('1' a valid score, '0' the scorer failed)     -> 1 now effective, 0 not: it was
+-- settled, or isn't what was scored
 local function score(keys, args)
-  if get(keys[1], 'state') ~= 'finished' then return 0 end
-  if args[3] == '1' then
-    redis.call('HSET', keys[1], 'state', 'scored', 'reward', args[1], 'reason', args[2])
+  local finished = redis.call('HMGET', keys[1], 'state', 'epoch')
+  if finished[1] ~= 'finished' or finished[2] ~= args[1] then return 0 end
+  if args[4] == '1' then
+    redis.call('HSET', keys[1], 'state', 'scored', 'reward', args[2], 'reason', args[3])
   else
-    redis.call('HSET', keys[1], 'state', 'failed', 'error', args[2])
+    redis.call('HSET', keys[1], 'state', 'failed', 'error', args[3])
   end
   return 1
 end

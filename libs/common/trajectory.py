@@ -209,9 +209,13 @@ class Die(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A score for a finished trajectory; None if it can't be scored, which fails the sample."""
+    """A score for what was finished under an epoch; None if it can't be scored, which fails the sample.
+
+    The answer is whether it is effective: a record that was scored already, or was finished anew since, isn't touched.
+    """
 
     id: TrajectoryId
+    epoch: int
     reward: float | None
     reason: str
 

@@ -101,10 +101,10 @@ class RewardService:
                 if verdict.outcome is Outcome.LOST and delivery.deliveries == 1:
                     await delivery.retry(after_s=RETRY_S)
                     return
-                (answer,) = self._commits.put([Score(record.spec.id, verdict.reward, verdict.reason)])
+                (answer,) = self._commits.put([Score(record.spec.id, record.epoch, verdict.reward, verdict.reason)])
                 if await answer:
                     state = "scored" if verdict.reward is not None else "failed"
-                else:  # another instance was first, and its verdict may differ
+                else:  # another instance was first, and its verdict may differ; or another text is there by now
                     (state,) = await self._context.store.states([record.spec.id])
             if state in TERMINAL:
                 told = m.following(event, m.TrajectorySettled, sender=self._context.instance, state=state)

@@ -42,7 +42,7 @@ async def settle(store: TrajectoryStore, id: TrajectoryId, reward: float | None)
     if reward is None:
         await store.write([Fail(id, claim.epoch, "it broke", None)])
         return
-    await store.write([Finish(id, claim.epoch, 0, none, "stop", "text", 1), Score(id, reward, "fine")])
+    await store.write([Finish(id, claim.epoch, 0, none, "stop", "text", 1), Score(id, claim.epoch, reward, "fine")])
 
 
 class Step:
@@ -146,7 +146,7 @@ async def test_a_lease_that_is_renewed_late_keeps_its_trajectory(step: Step) -> 
     for claim in claims:
         assert isinstance(claim, Claim)
         end = Finish(claim.spec.id, claim.epoch, 0, claim.tokens, "stop", "text", 1)
-        assert await step.store.write([end, Score(claim.spec.id, 1.0, "")]) == [1, 1]
+        assert await step.store.write([end, Score(claim.spec.id, claim.epoch, 1.0, "")]) == [1, 1]
     await asyncio.wait_for(gathering, 10)
 
 
@@ -166,11 +166,13 @@ async def test_what_messages_told_and_the_store_has_lost_is_done_again(step: Ste
 async def test_a_finished_trajectory_whose_word_was_lost_is_sent_to_be_scored_again(step: Step) -> None:
     gathering = asyncio.create_task(step.gather(step.data.training_groups(1, step=0)))
     await step.tasks(2)
+    scores: list[Score] = []
     for sample in range(2):
         id = TrajectoryId(step.uid, 0, sample)
         (claim,) = await step.store.claim([id], owner="worker", ttl_ms=5000)
         assert isinstance(claim, Claim)
         await step.store.write([Finish(id, claim.epoch, 0, np.zeros(0, TOKEN), "stop", "text", 1)])
+        scores.append(Score(id, claim.epoch, 1.0, "fine"))
     puller = await step.bus.pull(m.TrajectoryFinished, subjects.REWARD_CONSUMER)
     seen: set[int] = set()
     while seen != {0, 1}:
@@ -178,8 +180,7 @@ async def test_a_finished_trajectory_whose_word_was_lost_is_sent_to_be_scored_ag
             assert isinstance(delivery.message, m.TrajectoryFinished)
             seen.add(delivery.message.sample)
             await delivery.ack()
-    for sample in range(2):
-        await step.store.write([Score(TrajectoryId(step.uid, 0, sample), 1.0, "fine")])
+    await step.store.write(scores)
     await asyncio.wait_for(gathering, 10)
 
 

@@ -103,7 +103,7 @@ class World:
         self.rows.setdefault(task.step, set()).add(claim.spec.answer)
         tokens = sampled([task.group, task.sample, 7], [-1.0] * 3, task.policy)
         reward = float(task.sample % 2)
-        await self.store.write([Finish(id, claim.epoch, 0, tokens, "stop", "text", 1), Score(id, reward, "")])
+        await self.store.write([Finish(id, claim.epoch, 0, tokens, "stop", "text", 1), Score(id, claim.epoch, reward, "")])
         await self.bus.publish(m.following(task, m.TrajectorySettled, sender="w", state="scored"))
 
     async def until_step_waits(self, step: int, *, incarnation: int) -> None:

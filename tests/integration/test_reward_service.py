@@ -189,7 +189,9 @@ async def test_the_verdict_of_a_service_that_was_frozen_over_another_ones_change
     await rewards.start("reward", "r0")
     id = await being_scored(job, tmp_path)
     rewards.send("r0", signal.SIGSTOP)
-    await store.write([Score(id, 1.0, "the other's")])
+    (record,) = await store.read([id])
+    assert record is not None
+    assert await store.write([Score(id, record.epoch, 1.0, "the other's")]) == [1]
     (tmp_path / "go").touch()
     rewards.send("r0", signal.SIGCONT)
     assert [(told.sender, told.state) for told in await job.told(count=1)] == [("r0", "scored")]

@@ -66,7 +66,7 @@ async def test_a_whole_life(store: TrajectoryStore, job_uid: str) -> None:
     assert await store.write([Append(one.id, claim.epoch, 0, first), Renew(one.id, claim.epoch, 5000)]) == [1, 1]
     assert await store.write([Finish(one.id, claim.epoch, 2, second, "stop", "six", 2)]) == [1]
     assert await store.states([one.id]) == ["finished"]
-    assert await store.write([Score(one.id, 0.5, "close")]) == [1]
+    assert await store.write([Score(one.id, claim.epoch, 0.5, "close")]) == [1]
     (record,) = await store.read([one.id])
     assert record is not None
     assert record.spec == one
@@ -89,7 +89,7 @@ async def test_repeated_writes_change_nothing(store: TrajectoryStore, job_uid: s
     assert await store.write([first, second, first, second, first]) == [1] * 5  # a pipeline whose answers were lost
     finish = Finish(one.id, claim.epoch, 2, tokens(3), "stop", "t", 1)
     assert await store.write([finish, finish]) == [1, 0]
-    assert await store.write([Score(one.id, 1.0, "right"), Score(one.id, 0.0, "late")]) == [1, 0]
+    assert await store.write([Score(one.id, claim.epoch, 1.0, "right"), Score(one.id, claim.epoch, 0.0, "late")]) == [1, 0]
     (record,) = await store.read([one.id])
     assert record is not None
     assert record.tokens["id"].tolist() == [1, 2, 3]
@@ -297,10 +297,11 @@ async def test_a_final_failure_is_final_at_once(store: TrajectoryStore, job_uid:
 async def test_what_cannot_be_scored_fails(store: TrajectoryStore, job_uid: str) -> None:
     one = spec(job_uid)
     await store.create([one])
-    assert await store.write([Score(one.id, 1.0, "too early")]) == [0]
     claim = await claim_one(store, one.id)
+    assert await store.write([Score(one.id, claim.epoch, 1.0, "too early")]) == [0]
     await store.write([Finish(one.id, claim.epoch, 0, tokens(1), "stop", "t", 1)])
-    assert await store.write([Score(one.id, None, "scorer timed out")]) == [1]
+    assert await store.write([Score(one.id, claim.epoch - 1, 1.0, "of another text")]) == [0]
+    assert await store.write([Score(one.id, claim.epoch, None, "scorer timed out")]) == [1]
     (record,) = await store.read([one.id])
     assert record is not None
     assert (record.state, record.reward, record.error) == ("failed", None, "scorer timed out")
