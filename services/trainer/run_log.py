@@ -3,6 +3,8 @@
 Written by the service process, without torch: TensorBoard's own event writer is enough.
 """
 
+import errno
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +58,8 @@ class RunLog:
         line = msgspec.json.encode({"step": step, "time": time.time(), **values}) + b"\n"
         with _writable(self._folder):
             self._event(step, Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]))
-            self._metrics.write(line)
+            if self._metrics.write(line) < len(line):  # the disk took what it had room for
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def samples(self, step: int, records: Sequence[Record], *, shown: int) -> None:
         """All samples of a step as lines in a file, the first ``shown`` of them as text in TensorBoard, too."""

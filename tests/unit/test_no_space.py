@@ -32,10 +32,10 @@ def test_a_server_without_a_log_does_not_start(tmp_path: Path, monkeypatch: pyte
 def test_a_log_that_cannot_be_written_ends_the_job_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RunLog(tmp_path, 0)
     log.scalars(0, {"reward/mean": 0.5})
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(JigsawError, match="can't be written: No space left on device"):
-        log.scalars(1, {"reward/mean": 0.5})
-    monkeypatch.undo()
+    with Path("/dev/full").open("ab", buffering=0) as no_space, monkeypatch.context() as patch:
+        patch.setattr(log, "_metrics", no_space)
+        with pytest.raises(JigsawError, match="can't be written: No space left on device"):
+            log.scalars(1, {"reward/mean": 0.5})
     log.close()
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
