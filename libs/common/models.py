@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import msgspec
 
 from libs.common import manifest
 from libs.common.errors import JigsawError, ModelError
+from libs.common.model_shape import Dtype, read_shape
 
 HUB_TIMEOUT_S = 5.0
 GGUF_MAGIC = b"GGUF"
@@ -170,25 +170,12 @@ def parameter_count(directory: Path) -> int:
     return count
 
 
-def kv_bytes_per_token(directory: Path, dtype: Literal["bfloat16", "float32"]) -> int | None:
+def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int | None:
     """KV cache of one token, over all layers, in bytes; None if ``config.json`` doesn't have what it takes to know."""
     try:
-        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=_Shape)
-    except (OSError, msgspec.MsgspecError):
+        return int(read_shape(directory, dtype=dtype).kv_bytes)
+    except ModelError:
         return None
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head = config.head_dim or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head * (2 if dtype == "bfloat16" else 4)
-
-
-class _Shape(msgspec.Struct, frozen=True):
-    """What decides the size of a KV cache, as ``config.json`` calls it."""
-
-    num_hidden_layers: int
-    num_attention_heads: int
-    hidden_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
 
 
 def _nothing_there(path: str) -> str:

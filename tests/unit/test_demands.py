@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from libs.common.model_shape import ModelShape
 from services.scheduler.devices import demands as d
 from services.scheduler.devices import shapes as s
 from services.scheduler.devices.hardware import Work
@@ -16,7 +17,7 @@ def fields(demand: d.Demand) -> list[float]:
 
 @pytest.mark.parametrize("shape", [DENSE, MIXTURE, ADAPTED], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_a_decode_step_is_a_prefill_of_one_token_each(shape: s.ModelShape, tensor: int) -> None:
+def test_a_decode_step_is_a_prefill_of_one_token_each(shape: ModelShape, tensor: int) -> None:
     step = d.Decoder(shape, tensor=tensor).step(24, 24 * 900)
     assert fields(step) == pytest.approx(fields(d.prefill(shape, 1, context=900, sequences=24, tensor=tensor)))
 

@@ -1,7 +1,13 @@
 """Model shapes against what their model cards publish."""
 
+import json
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from libs.common.errors import ModelError
+from libs.common.model_shape import ModelShape, read_shape, shape_of, with_adapter
 from services.scheduler.devices import shapes as s
 
 
@@ -19,7 +25,7 @@ from services.scheduler.devices import shapes as s
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_parameters_are_the_published_ones(shape: s.ModelShape, billions: float, without_embedding: float | None) -> None:
+def test_parameters_are_the_published_ones(shape: ModelShape, billions: float, without_embedding: float | None) -> None:
     assert shape.parameters == pytest.approx(billions * 1e9, rel=0.01)
     if without_embedding:
         assert shape.body_parameters == pytest.approx(without_embedding * 1e9, rel=0.015)
@@ -43,7 +49,7 @@ def test_a_mixture_reads_active_experts_for_one_token_and_all_for_many() -> None
 
 
 def test_an_adapter_has_the_parameters_that_peft_reports() -> None:
-    adapted = s.with_adapter(s.LLAMA_3_1_8B, rank=16)  # "all-linear" on Llama-3.1-8B
+    adapted = with_adapter(s.LLAMA_3_1_8B, rank=16)  # "all-linear" on Llama-3.1-8B
     assert adapted.adapter_parameters == pytest.approx(41_943_040)
     assert adapted.trained_parameters == adapted.adapter_parameters
     assert adapted.weight_bytes == s.LLAMA_3_1_8B.weight_bytes
@@ -77,7 +83,41 @@ def test_a_published_config_gives_the_shape() -> None:
         "tie_word_embeddings": False,
         "vocab_size": 151936,
     }
-    assert s.shape_of(llama, name="Llama-3.1-8B") == s.LLAMA_3_1_8B
-    assert s.shape_of(mixture, name="Qwen3-30B-A3B") == s.QWEN3_30B_A3B
+    assert shape_of(llama, name="Llama-3.1-8B") == s.LLAMA_3_1_8B
+    assert shape_of(mixture, name="Qwen3-30B-A3B") == s.QWEN3_30B_A3B
     with pytest.raises(KeyError, match="vocab_size"):
-        s.shape_of({key: value for key, value in llama.items() if key != "vocab_size"}, name="broken")
+        shape_of({key: value for key, value in llama.items() if key != "vocab_size"}, name="broken")
+
+
+def test_the_key_is_of_what_decides_the_speed() -> None:
+    llama = s.LLAMA_3_1_8B
+    same = msgspec.structs.replace(llama, name="another name", bytes_per_weight=4.0, bytes_per_value=4.0)
+    assert same.key == llama.key
+    assert len({shape.key for shape in s.SHAPES.values()}) == len(s.SHAPES)  # the LoRA of a model included
+
+
+def test_a_directory_gives_the_shape_in_a_dtype(tmp_path: Path) -> None:
+    config = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_hidden_layers": 30}
+    config |= {"num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": 49152}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path, dtype="bfloat16", name="SmolLM2-135M") == s.SMOLLM2_135M
+    full = read_shape(tmp_path, dtype="float32")
+    assert (full.key, full.kv_bytes) == (s.SMOLLM2_135M.key, 2 * s.SMOLLM2_135M.kv_bytes)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, "can't be read"),
+        ("{", "doesn't describe"),
+        ("[]", "doesn't describe"),
+        ('{"hidden_size": 576, "num_attention_heads": 0}', "doesn't describe|is missing"),
+        ('{"n_embd": 768}', "hidden_size is missing"),
+    ],
+)
+def test_a_directory_of_another_kind_is_one_clear_line(tmp_path: Path, config: str | None, expected: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=expected) as raised:
+        read_shape(tmp_path, dtype="bfloat16")
+    assert "\n" not in str(raised.value)

@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from libs.common.model_shape import ModelShape, with_adapter
 from services.scheduler.devices import shapes as s
 from services.scheduler.devices.demands import Decoder, prefill, train
 from services.scheduler.devices.hardware import A100_SXM, H100_SXM, Hardware
@@ -21,11 +22,11 @@ MPT_7B = replace(LLAMA_2_7B, name="MPT-7B", vocabulary=50368, tied=True)
 A100_40GB = replace(A100_SXM, name="A100 SXM 40 GB", memory_bandwidth=1.555e12)
 
 
-def decode_rate(hardware: Hardware, shape: s.ModelShape, batch: float, length: float, *, tensor: int = 1) -> float:
+def decode_rate(hardware: Hardware, shape: ModelShape, batch: float, length: float, *, tensor: int = 1) -> float:
     return batch / alone(hardware, Decoder(shape, tensor=tensor).step(batch, batch * length), hardware.units)
 
 
-def train_rate(hardware: Hardware, shape: s.ModelShape, sequences: int, length: int, *, recompute: bool = False) -> float:
+def train_rate(hardware: Hardware, shape: ModelShape, sequences: int, length: int, *, recompute: bool = False) -> float:
     tokens = sequences * length
     demand = train(shape, tokens, length=length, recompute=recompute, shards=8)
     return tokens / alone(hardware, demand, hardware.units)
@@ -69,5 +70,5 @@ def test_training_an_adapter_against_training_the_model() -> None:
     # NVIDIA NeMo 24.12, fine-tuning of Llama 2 7B on 8 H100: 24824 tokens/s with LoRA, 16891 without (both in FP8).
     seconds = partial(alone, H100_SXM, units=H100_SXM.units)
     whole = seconds(train(LLAMA_2_7B, 4096, length=1024))
-    adapter = seconds(train(s.with_adapter(LLAMA_2_7B, rank=32), 4096, length=1024))
+    adapter = seconds(train(with_adapter(LLAMA_2_7B, rank=32), 4096, length=1024))
     assert whole / adapter == pytest.approx(24824 / 16891, rel=0.1)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.model_shape import ModelShape
 from services.scheduler.devices import shapes as s
 from services.scheduler.devices.candidates import Candidates
 from services.scheduler.devices.demands import Decoder, Demand, prefill, train
@@ -23,13 +24,13 @@ replace = msgspec.structs.replace
 devices_with_lanes = hardwares.flatmap(lambda hardware: st.tuples(st.just(hardware), lanes_of(hardware.units)))
 
 
-def decode(batch: float, length: float, shape: s.ModelShape = SHAPE) -> Demand:
+def decode(batch: float, length: float, shape: ModelShape = SHAPE) -> Demand:
     return Decoder(shape).step(batch, batch * length)
 
 
 @GPUS
 @pytest.mark.parametrize("shape", [SHAPE, s.QWEN3_4B, s.R1_DISTILL_QWEN_14B], ids=lambda shape: shape.name)
-def test_decode_at_batch_1_takes_as_long_as_reading_the_weights(gpu: Hardware, shape: s.ModelShape) -> None:
+def test_decode_at_batch_1_takes_as_long_as_reading_the_weights(gpu: Hardware, shape: ModelShape) -> None:
     taken = alone(gpu, decode(1, 200, shape), gpu.units) - gpu.step_overhead_s - gpu.sequence_overhead_s
     read = (shape.body_parameters + shape.head_parameters) * shape.bytes_per_weight
     assert taken == pytest.approx(read / gpu.reachable_bandwidth, rel=0.03)

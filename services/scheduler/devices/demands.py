@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from libs.common.model_shape import ModelShape
 from services.scheduler.devices.hardware import Work
-from services.scheduler.devices.shapes import ModelShape
 
 # fp32 logits are written by the head and read by the sampler or the loss; training goes back the same way.
 _LOGIT_BYTES = 4.0
