@@ -36,10 +36,28 @@ def worker(instance: str, role: m.Role, *, device: str = "cpu", units: int = 2, 
     return m.Worker(sender=instance, role=role, device=device, units=units, max_units=most, memory_mb=8000, started_at=START)
 
 
-def progress(uid: str, phase: m.Phase, *, trainer: str = "t0", step: int = 0, settled: int = 0) -> e.ProgressSeen:
+def progress(
+    uid: str, phase: m.Phase, *, trainer: str = "t0", incarnation: int = 1, step: int = 0, settled: int = 0
+) -> e.ProgressSeen:
     """A trainer's word."""
-    told = m.JobProgress(sender=trainer, job_uid=uid, phase=phase, step=step, steps=10, settled=settled, expected=16)
+    told = m.JobProgress(
+        sender=trainer,
+        job_uid=uid,
+        incarnation=incarnation,
+        phase=phase,
+        step=step,
+        steps=10,
+        settled=settled,
+        expected=16,
+    )
     return e.ProgressSeen(told)
+
+
+def trained(
+    uid: str, *, trainer: str = "t0", incarnation: int = 1, outcome: m.Outcome = m.Outcome.SUCCEEDED
+) -> e.TrainingFinished:
+    """A trainer's last word."""
+    return e.TrainingFinished(job_uid=uid, trainer=trainer, incarnation=incarnation, outcome=outcome, reason="")
 
 
 class World:

@@ -80,9 +80,13 @@ class CancelJob(Message, frozen=True, kw_only=True):
 
 
 class TrainingEnded(Message, frozen=True, kw_only=True):
-    """A trainer is done with a job, one way or the other; the scheduler turns it into the terminal event."""
+    """A trainer is done with a job, one way or the other; the scheduler turns it into the terminal event.
+
+    ``incarnation`` is the trainer's: the word of one that was replaced meanwhile is nothing to its successor.
+    """
 
     job_uid: str
+    incarnation: int
     outcome: Outcome
     reason: str = ""
 

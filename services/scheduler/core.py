@@ -172,8 +172,9 @@ class Scheduler:
 
     def _finish(self, event: e.TrainingFinished, now: float) -> list[c.Command]:
         entry = self._jobs.get(event.job_uid)
-        if entry is None or (entry.running and entry.record.trainer != event.trainer):
-            return [c.Note("training_end_ignored", {"job_uid": event.job_uid, "trainer": event.trainer})]
+        if entry is None or (entry.running and not entry.is_held_by(event.trainer, event.incarnation)):
+            about = {"job_uid": event.job_uid, "trainer": event.trainer, "incarnation": str(event.incarnation)}
+            return [c.Note("training_end_ignored", about)]
         entry.finish(event.outcome, reason=event.reason, ended_at=now, steady_s=self._now_s)
         return self._ending(entry)
 
@@ -181,6 +182,7 @@ class Scheduler:
         entry = self._jobs.get(progress.job_uid)
         if entry is None or not entry.running:
             return []
+        entry.incarnation = max(entry.incarnation, progress.incarnation)
         if progress.sender != entry.record.trainer:
             return [c.Note("progress_ignored", {"job_uid": progress.job_uid, "trainer": progress.sender})]
         if entry.heard(progress, self._now_s):

@@ -39,10 +39,11 @@ class CancelRequested(msgspec.Struct, frozen=True):
 
 
 class TrainingFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer instance ``trainer`` is done with a job."""
+    """An incarnation of the trainer instance ``trainer`` is done with a job."""
 
     job_uid: str
     trainer: str
+    incarnation: int
     outcome: m.Outcome
     reason: str
 

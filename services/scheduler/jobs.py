@@ -27,6 +27,7 @@ class JobEntry:
     """What the scheduler knows of a job that is queued or running.
 
     Attributes:
+        incarnation: the latest that a trainer of it has told of, whichever trainer that was.
         quiet_since_s: since when it holds units without any change of its progress; None while it holds none.
         alone_since_s: since when it runs without any rollout worker, or any trainer, in the cluster; None otherwise.
     """
@@ -36,6 +37,7 @@ class JobEntry:
         self.phase, self.begun = m.Phase.STARTING, False
         self.granted_phase: m.Phase | None = None
         self.progress: m.JobProgress | None = None
+        self.incarnation = 0
         self.quiet_since_s: float | None = None
         self.alone_since_s: float | None = None
         self._history: deque[str] = deque(maxlen=HISTORY)
@@ -49,6 +51,10 @@ class JobEntry:
     def running(self) -> bool:
         """Whether it has been admitted."""
         return self.record.state is m.JobState.RUNNING
+
+    def is_held_by(self, trainer: str, incarnation: int) -> bool:
+        """Whether nobody has replaced a trainer that speaks: no other instance, and no later life of its own."""
+        return trainer == self.record.trainer and incarnation >= self.incarnation
 
     def remember(self, what: str, steady_s: float) -> None:
         """Add a line to the job's history."""

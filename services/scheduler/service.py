@@ -265,7 +265,11 @@ def job_event(message: m.AnyMessage) -> e.Event | None:
             return e.CancelRequested(message.job_uid, message.reason)
         case m.TrainingEnded():
             return e.TrainingFinished(
-                job_uid=message.job_uid, trainer=message.sender, outcome=message.outcome, reason=message.reason
+                job_uid=message.job_uid,
+                trainer=message.sender,
+                incarnation=message.incarnation,
+                outcome=message.outcome,
+                reason=message.reason,
             )
         case _:
             return None

@@ -7,7 +7,7 @@ from libs.common.errors import JigsawError, Unreachable
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
 from services.trainer import wire
-from services.trainer.compute_link import ComputeFailed, ComputeLink, ComputeLost
+from services.trainer.compute_link import ComputeLink, ComputeLost
 from services.trainer.hold import Hold, Superseded
 from services.trainer.job_trainer import JobTrainer
 from services.trainer.progress import Progress
@@ -29,7 +29,6 @@ class HeldJob:
         self._compute: ComputeLink | None = None
         self._allocation: m.Allocation | None = None
         self._step = 0
-        self._hold: Hold | None = None
 
     @property
     def revision(self) -> int:
@@ -55,10 +54,7 @@ class HeldJob:
         superseded = False
         with self._scope:
             try:
-                ended = await self._outcome()
-                if self._hold is not None:
-                    await self._hold.require()
-                await self._context.bus.publish(ended)
+                await self._context.bus.publish(await self._ended())
             except Superseded as reason:
                 superseded = True
                 self._log.warning("superseded", reason=str(reason))
@@ -78,34 +74,48 @@ class HeldJob:
         units = self._allocation.units if self._allocation else ()
         return [cores[unit] for unit in units] or cores[:1]
 
-    async def _outcome(self) -> m.TrainingEnded:
-        deaths, furthest = 0, -1
+    async def _ended(self) -> m.TrainingEnded:
+        """How the job ended, after as many lives as that took.
+
+        Raises:
+            Superseded: another trainer holds the job.
+        """
         outcome, reason = m.Outcome.FAILED, ""
-        while deaths < LIVES:
+        deaths, furthest = 0, -1
+        hold = await Hold.take(self._context, self._record.job_uid, before=None)
+        while True:
             try:
-                await self._live()
+                await self._live(hold)
                 outcome, reason = m.Outcome.SUCCEEDED, ""
                 break
             except ComputeLost as lost:
                 deaths = 1 if self._step > furthest else deaths + 1
                 furthest, reason = max(furthest, self._step), str(lost)
                 self._log.warning("training_process_lost", reason=reason, deaths=deaths)
+                if deaths == LIVES:
+                    break
             except (Superseded, Unreachable):  # no fault of the job's: it goes on elsewhere, or after a restart
                 raise
-            except (ComputeFailed, JigsawError) as failed:
+            except JigsawError as failed:
                 reason = str(failed)
                 break
-        return m.TrainingEnded(sender=self._context.instance, job_uid=self._record.job_uid, outcome=outcome, reason=reason)
+            hold = await Hold.take(self._context, self._record.job_uid, before=hold)  # before there is a process to end
+        await hold.require()
+        return m.TrainingEnded(
+            sender=self._context.instance,
+            job_uid=self._record.job_uid,
+            incarnation=hold.incarnation,
+            outcome=outcome,
+            reason=reason,
+        )
 
-    async def _live(self) -> None:
+    async def _live(self, hold: Hold) -> None:
         """One training process, from start to end."""
 
         def report(done: wire.MicroBatchDone) -> None:
             tasks.start_soon(self._report, trainer.step, done)
 
         failure: JigsawError | None = None
-        # Before there is a process to end.
-        hold = self._hold = await Hold.take(self._context, self._record.job_uid, before=self._hold)
         async with anyio.create_task_group() as tasks:
             compute = await ComputeLink.start(
                 engine=self._record.job.train.engine, cores=self._cores(), on_micro_batch=report, log=self._context.log

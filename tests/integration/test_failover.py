@@ -135,7 +135,7 @@ async def test_a_leader_that_was_frozen_wakes_up_and_does_nothing(schedulers: Sc
     schedulers.services.send("a", signal.SIGSTOP)
     gone = msgspec.structs.replace(worker("r1", m.Role.ROLLOUT), draining=True)
     await schedulers.tables.workers.put("r1", gone)  # it would have to decide about that, and the job's end
-    await schedulers.bus.publish(m.TrainingEnded(sender="t0", job_uid="first", outcome=m.Outcome.SUCCEEDED))
+    await schedulers.bus.publish(m.TrainingEnded(sender="t0", incarnation=1, job_uid="first", outcome=m.Outcome.SUCCEEDED))
     await schedulers.until_led_by("b", LEASE_S + 2.0)
     await schedulers.until_decided_by("b", 2.0)
     await schedulers.submit("third")

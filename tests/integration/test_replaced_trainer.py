@@ -162,7 +162,7 @@ async def replace(world: World) -> None:
 
 async def check_that_all_is_the_successors(world: World, folder: Path) -> None:
     (ended,) = await world.endings()
-    assert (ended.sender, ended.outcome) == ("t1", m.Outcome.SUCCEEDED)
+    assert (ended.sender, ended.incarnation, ended.outcome) == ("t1", 2, m.Outcome.SUCCEEDED)
     job = folder / "jobs" / world.uid
     versions = [(version.step, version.incarnation) for version in Checkpoints(job / "checkpoints").versions()]
     assert versions == [(CHECKPOINT, 1), (STEPS, 2)]

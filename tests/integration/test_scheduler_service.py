@@ -96,7 +96,7 @@ async def test_a_job_runs_through_its_stages_to_one_terminal_event(node: Node, s
         await node.told(job_uid, m.Phase.ROLLOUT)
         await node.until_units(job_uid, {"r0": (0,), "r1": (1,), "t0": ()})
         await leave_things_behind(node, store, job_uid)
-        await node.bus.publish(m.TrainingEnded(sender="t0", job_uid=job_uid, outcome=m.Outcome.SUCCEEDED))
+        await node.bus.publish(m.TrainingEnded(sender="t0", incarnation=1, job_uid=job_uid, outcome=m.Outcome.SUCCEEDED))
         await node.until_state(job_uid, m.JobState.ENDED)
         await node.until_units(next_uid, {"r0": (), "r1": (), "t0": (0, 1)})
     assert await node.units(job_uid) == {}
@@ -150,7 +150,9 @@ async def test_a_restarted_scheduler_goes_on_where_it_was(node: Node, job_uid: s
     async with serving(node):
         await node.until_units(job_uid, {"r0": (0,), "r1": (1,), "t0": ()})
         after = await node.tables.allocations.all()
-        await node.bus.publish(m.TrainingEnded(sender="t0", job_uid=job_uid, outcome=m.Outcome.FAILED, reason="disk full"))
+        await node.bus.publish(
+            m.TrainingEnded(sender="t0", incarnation=1, job_uid=job_uid, outcome=m.Outcome.FAILED, reason="disk full")
+        )
         await node.until_state(job_uid, m.JobState.ENDED)
     assert min(a.revision for a in after.values()) > max(a.revision for a in before.values())
     assert [ended.reason for ended in await node.bus.history(m.JobEnded, job_uid=job_uid)] == ["disk full"]
@@ -173,7 +175,7 @@ async def test_an_impossible_message_becomes_a_dead_letter_and_holds_nobody_up(n
     async with serving(node):
         await node.submit(job_uid)
         await node.until_state(job_uid, m.JobState.QUEUED)
-        await node.bus.publish(m.TrainingEnded(sender="t0", job_uid=job_uid, outcome=m.Outcome.SUCCEEDED))
+        await node.bus.publish(m.TrainingEnded(sender="t0", incarnation=1, job_uid=job_uid, outcome=m.Outcome.SUCCEEDED))
         await node.submit("not/a.uid")
         await node.submit(f"{job_uid}-next")
         await node.until_state(f"{job_uid}-next", m.JobState.QUEUED)

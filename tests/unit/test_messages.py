@@ -19,7 +19,14 @@ versions = st.builds(PolicyVersion, counts, counts)
 
 MESSAGES = st.one_of(
     st.builds(m.CancelJob, sender=names, job_uid=names),
-    st.builds(m.TrainingEnded, sender=names, job_uid=names, outcome=st.sampled_from(m.Outcome), reason=st.text()),
+    st.builds(
+        m.TrainingEnded,
+        sender=names,
+        job_uid=names,
+        incarnation=counts,
+        outcome=st.sampled_from(m.Outcome),
+        reason=st.text(),
+    ),
     st.builds(m.JobEnded, sender=names, job_uid=names, outcome=st.sampled_from(m.Outcome), ended_at=seconds),
     st.builds(m.StartRollout, policy=versions, **where),
     st.builds(m.TrajectoryFinished, **where),

@@ -11,17 +11,13 @@ from services.scheduler.policies.registry import policy_named
 from services.scheduler.policies.stages import by_phase
 from services.scheduler.policies.static_split import deal
 from services.scheduler.view import WorkerView
-from tests.scheduling import World, progress, submit, two_cores, worker
+from tests.scheduling import World, progress, submit, trained, two_cores, worker
 
 ROLLOUT, TRAIN = m.Phase.ROLLOUT, m.Phase.TRAIN
 
 
 def rollout(instance: str, *, device: str = "cpu", max_units: int = 1) -> WorkerView:
     return WorkerView(instance, m.Role.ROLLOUT, device, max_units)
-
-
-def trained(uid: str, *, trainer: str = "t0") -> e.TrainingFinished:
-    return e.TrainingFinished(job_uid=uid, trainer=trainer, outcome=m.Outcome.SUCCEEDED, reason="")
 
 
 def test_policies_are_found_by_name() -> None:

@@ -10,13 +10,9 @@ from services.scheduler import events as e
 from services.scheduler.core import REVISIONS_PER_TERM, Limits
 from services.scheduler.policies.policy import Plan
 from services.scheduler.view import View
-from tests.scheduling import START, World, draining, progress, submit, two_cores, worker
+from tests.scheduling import START, World, draining, progress, submit, trained, two_cores, worker
 
 ROLLOUT, TRAIN = m.Phase.ROLLOUT, m.Phase.TRAIN
-
-
-def finish(uid: str, *, trainer: str = "t0", outcome: m.Outcome = m.Outcome.SUCCEEDED) -> e.TrainingFinished:
-    return e.TrainingFinished(job_uid=uid, trainer=trainer, outcome=outcome, reason="")
 
 
 class Unwilling:
@@ -111,27 +107,27 @@ def test_a_duplicate_submission_is_ignored_even_after_the_end() -> None:
     world = two_cores()
     world.send(submit("a"), submit("a"))
     assert world.notes == ["duplicate_job_ignored"]
-    world.send(finish("a"), submit("a"))
+    world.send(trained("a"), submit("a"))
     assert world.notes == ["duplicate_job_ignored"] * 2
     assert world.jobs["a"].outcome is m.Outcome.SUCCEEDED
 
 
 def test_a_finished_job_ends_once_and_the_next_has_its_turn() -> None:
     world = two_cores()
-    world.send(submit("a"), submit("b"), finish("a"))
+    world.send(submit("a"), submit("b"), trained("a"))
     assert world.jobs["b"].state is m.JobState.RUNNING
     assert world.units("a") == {}
     assert world.consumers == {"b"}
     kinds = [type(command) for command in world.log]
     assert kinds.index(c.PublishEnded) < kinds.index(c.DropAllocation) < kinds.index(c.CleanUpJob) < kinds.index(c.PutJob)
-    world.send(finish("a"), e.CancelRequested("a", "late"))
+    world.send(trained("a"), e.CancelRequested("a", "late"))
     assert world.notes == ["training_end_ignored", "cancel_ignored"]
     assert list(world.ended) == ["a"]
 
 
 def test_the_end_of_the_only_job_is_a_decision_too() -> None:
     world = two_cores()
-    world.send(submit("a"), finish("a"))
+    world.send(submit("a"), trained("a"))
     assert world.decisions[-1].grants == {}
 
 
@@ -151,7 +147,7 @@ def test_a_job_that_never_ran_cant_have_been_trained() -> None:
     world = two_cores()
     world.send(submit("a"), submit("b"))
     with pytest.raises(TransitionError, match=r"job b is queued.*known as queued"):
-        world.send(finish("b"))
+        world.send(trained("b"))
 
 
 def test_a_job_waits_until_there_is_a_trainer_and_a_rollout_worker() -> None:
@@ -184,16 +180,34 @@ def test_a_job_without_its_trainer_moves_to_another_and_starts_again() -> None:
     assert world.jobs["a"].trainer == "t1"
     assert world.units("a") == {"r0": (), "r1": (), "t1": (0, 1)}
     world.send(progress("a", ROLLOUT, trainer="t0"))
-    world.send(finish("a", trainer="t0"))
+    world.send(trained("a", trainer="t0"))
     assert world.notes == ["progress_ignored", "training_end_ignored"]
     assert world.running() == ["a"]
     world.send(progress("a", ROLLOUT, trainer="t1"))
     assert world.units("a")["t1"] == ()
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_late_word_of_a_trainer_that_was_replaced_and_has_the_job_again_does_not_end_it(restarted: bool) -> None:
+    world = two_cores()
+    world.send(submit("a"), progress("a", ROLLOUT, incarnation=1))
+    world.send(
+        e.WorkerSeen(worker("t1", m.Role.TRAINER)), e.WorkerLeft("t0"), progress("a", ROLLOUT, trainer="t1", incarnation=2)
+    )
+    world.send(e.WorkerSeen(worker("t0", m.Role.TRAINER)), e.WorkerLeft("t1"))
+    assert world.jobs["a"].trainer == "t0"
+    if restarted:
+        world.restart()
+    world.send(trained("a", incarnation=1, outcome=m.Outcome.FAILED))
+    assert world.notes[-1:] == ["training_end_ignored"]
+    assert world.running() == ["a"]
+    world.send(trained("a", incarnation=3))
+    assert world.jobs["a"].outcome is m.Outcome.SUCCEEDED
+
+
 def test_the_last_word_of_a_trainer_that_has_left_counts() -> None:
     world = two_cores()
-    world.send(submit("a"), e.WorkerLeft("t0"), finish("a"))
+    world.send(submit("a"), e.WorkerLeft("t0"), trained("a"))
     assert world.jobs["a"].outcome is m.Outcome.SUCCEEDED
 
 
@@ -282,7 +296,7 @@ def test_a_restart_changes_nothing_and_revisions_go_on() -> None:
     assert world.allocations == held
     world.send(progress("a", TRAIN))
     assert world.allocations["t0", "a"].revision > highest
-    world.send(finish("a"))
+    world.send(trained("a"))
     assert world.running() == ["b"]
     world.restart()
     world.send(submit("a"))
@@ -329,7 +343,7 @@ def test_an_allocation_left_behind_by_an_ended_job_is_dropped_at_the_start() -> 
     world = two_cores()
     world.send(submit("a"))
     left = dict(world.allocations)
-    world.send(finish("a"))
+    world.send(trained("a"))
     world.allocations = left
     world.restart()
     assert world.allocations == {}
@@ -344,7 +358,7 @@ def test_telemetry_reaches_the_view_bounded_and_goes_with_its_job() -> None:
     activity = world.scheduler.view().activity["t0", "a"]
     assert activity.sub_stage is m.SubStage.TRAIN
     assert 1 < len(activity.windows) <= 16
-    world.send(finish("a"), e.TelemetrySeen(window))
+    world.send(trained("a"), e.TelemetrySeen(window))
     assert world.scheduler.view().activity == {}
 
 

@@ -16,7 +16,7 @@ from services.scheduler.policies.policy import Grant, Placement, Plan
 from services.scheduler.policies.registry import POLICIES
 from services.scheduler.rules import Proposal, check
 from services.scheduler.view import View
-from tests.scheduling import World, draining, progress, submit, two_cores, worker
+from tests.scheduling import World, draining, progress, submit, trained, two_cores, worker
 
 # --- each rule refuses what it is there for --------------------------------------------------------------------------
 
@@ -235,8 +235,7 @@ class Histories(RuleBasedStateMachine):
 
     def _finish(self, uid: str, outcome: m.Outcome, *, repeats: int) -> None:
         trainer = self.world.jobs[uid].trainer
-        event = e.TrainingFinished(job_uid=uid, trainer=trainer, outcome=outcome, reason="")
-        self.world.send(*[event] * repeats)
+        self.world.send(*[trained(uid, trainer=trainer, outcome=outcome)] * repeats)
 
 
 TestHistories = Histories.TestCase
