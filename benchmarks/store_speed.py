@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from benchmarks.report import Readings, Report, ratios
@@ -49,9 +50,17 @@ class Trajectories:
     async def round_trip(self) -> float:
         """Seconds of one checkpoint for all; before it short ones begin anew, untimed, while long ones just go on."""
         if not self._first:
-            await self._store.write([Restart(claim.spec.id, claim.epoch) for claim in self._claims])
-            self._length = 0
+            await self._begin_anew()
         return await self._append(_tokens(TOKENS))
+
+    async def _begin_anew(self) -> None:
+        epochs = await self._store.write([Restart(claim.spec.id, claim.epoch) for claim in self._claims])
+        if not all(isinstance(epoch, int) for epoch in epochs):
+            raise JigsawError("the store refused to let a trajectory begin anew")
+        self._claims = [
+            msgspec.structs.replace(claim, epoch=epoch) for claim, epoch in zip(self._claims, epochs, strict=True)
+        ]
+        self._length = 0
 
     async def _append(self, tokens: TokenArray) -> float:
         writes = [Append(claim.spec.id, claim.epoch, self._length, tokens) for claim in self._claims]

@@ -40,7 +40,7 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     Attributes:
         leased: the lease has time left. waiting: backing off. grown: the claim has added a token.
         offered: handed over, and not adopted yet.
-        ended_by, ended_with: what ended a claim last, under which epoch, and what was answered.
+        ended_by, ended_with: what ended an epoch last, which one, and what was answered.
         killed_alone: deaths alone before the first new token. tokens: ids.
     """
 
@@ -111,7 +111,7 @@ class ModelRecord(msgspec.Struct, kw_only=True):
             is_repeat = self.ended_by == (type(write), write.epoch)
             return self.ended_with if is_repeat else Refused.STALE
         answer = self._carry_out(write)
-        if isinstance(write, Release | Transfer | Fail | Die):
+        if isinstance(write, Release | Transfer | Restart | Fail | Die):
             self.ended_by, self.ended_with = (type(write), write.epoch), answer
         return answer
 
@@ -125,6 +125,8 @@ class ModelRecord(msgspec.Struct, kw_only=True):
                 self.alone = True
             case Restart():
                 self.tokens, self.grown = [], False
+                self.epoch += 1
+                return self.epoch
             case Release():
                 self._give_back("pending")
             case Fail():

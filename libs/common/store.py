@@ -15,7 +15,8 @@ The fields of a record; times are milliseconds of the server's clock, counts are
     spec             msgpack of TrajectorySpec; never changes
     max_failures     the spec's max_attempts. prompt_tokens: length of its prompt_ids; both for the server's rules
     state            pending | running | finished | scored | failed
-    epoch            fencing epoch: grows with every claim, transfer and giving back; what a worker writes must name it
+    epoch            fencing epoch: grows with every claim, transfer, restart and giving back; what a worker writes must name
+                     it
     owner, expires   of the last lease; a running record whose lease has run out may be claimed
     not_before       a pending record isn't given before this time
     claims           claims given
@@ -28,7 +29,7 @@ The fields of a record; times are milliseconds of the server's clock, counts are
     recomputed       prompt and response tokens whose KV resumes and moves had to compute again
     error            of the last failure or death
     offered          1 while it is transferred and not adopted yet: its death then is nobody's
-    claimed_by       name of the call that claimed it. ended_by, ended_answer: the write that ended its last claim, and what
+    claimed_by       name of the call that claimed it. ended_by, ended_answer: the write that ended an epoch last, and what
                      was answered; so a call that is repeated is answered as the first time
     stop_reason, text, turns     of a finished one
     reward, reason               of a scored one; reward as repr(float)

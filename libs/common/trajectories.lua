@@ -36,7 +36,7 @@ local function owns(key, epoch)
   return held[1] == epoch and held[2] == 'running'
 end
 
--- Writes that end a claim are answered alike when they are repeated, as they are after an answer that was lost.
+-- Writes that end an epoch are answered alike when they are repeated, as they are after an answer that was lost.
 local function ended(key, what, epoch, answer)
   redis.call('HSET', key, 'ended_by', what .. ' ' .. epoch, 'ended_answer', answer)
   return answer
@@ -204,12 +204,15 @@ local function release(keys, args)
   return ended(keys[1], 'release', args[1], 1)
 end
 
--- KEYS record, tokens   ARGV epoch     begin again from the prompt, under the same claim     -> 1
+-- The owner begins again from the prompt, under an epoch of its own: a copy of this call or of an append before it that a
+-- broken connection delivers late must not touch the tokens that come now.
+-- KEYS record, tokens   ARGV epoch     -> the new epoch
 local function restart(keys, args)
-  if not owns(keys[1], args[1]) then return stale(keys[1], args[1]) end
+  if not owns(keys[1], args[1]) then return refuse(keys[1], 'restart', args[1]) end
+  local epoch = args[1] + 1
   redis.call('DEL', keys[2])
-  redis.call('HSET', keys[1], 'base', '0')
-  return 1
+  redis.call('HSET', keys[1], 'epoch', epoch, 'base', '0')
+  return ended(keys[1], 'restart', args[1], epoch)
 end
 
 -- KEYS record   ARGV epoch     the owner runs nothing else beside it from now on     -> 1

@@ -170,7 +170,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """Begin again: what it has so far can't be continued. The claim and its epoch stay."""
+    """Begin again: what it has so far can't be continued. The claim stays, the answer is its epoch from now on."""
 
     id: TrajectoryId
     epoch: int

@@ -17,7 +17,7 @@ from structlog.typing import FilteringBoundLogger
 from libs.common import messages as m
 from libs.common.changes import Changes
 from libs.common.chat import ChatTokenizer
-from libs.common.errors import JigsawError, NodeError
+from libs.common.errors import JigsawError, NodeError, StaleEpochError
 from libs.common.group_commit import GroupCommit
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
@@ -182,11 +182,15 @@ class JobRuntime:
         return self._allocation.max_running - len(self._leases)
 
     async def start(self, claim: Claim) -> None:
-        """Run a trajectory that this instance has claimed or adopted."""
+        """Run a trajectory that this instance has claimed or adopted, unless it has lost it since."""
         assert self._tools is not None and self._tasks is not None
-        trajectory = Trajectory(await self._of_one_version(claim), self._tools)
+        try:
+            trajectory = Trajectory(await self._of_one_version(claim), self._tools)
+        except Lost as lost:
+            self._log.warning("trajectory_lost", trajectory=str(claim.spec.id), reason=str(lost))
+            return
         if claim.spec.step != self.version.step:  # the policy has changed since it was asked for
-            await asyncio.gather(*self._commits.put([Release(trajectory.id, claim.epoch)]))
+            await asyncio.gather(*self._commits.put([Release(trajectory.id, trajectory.claim.epoch)]))
             return
         if self._leases.get(trajectory.key) is not None:
             return  # its adoption was asked for twice, because the answer was lost
@@ -230,11 +234,18 @@ class JobRuntime:
         return len(adopted)
 
     async def _of_one_version(self, claim: Claim) -> Claim:
-        """The claim; without its tokens if they came from another step's policy, with which the rest can't be continued."""
+        """The claim; without its tokens if they came from another step's policy, with which the rest can't be continued.
+
+        Raises:
+            Lost: the store says that somebody else owns it by now.
+        """
         if not len(claim.tokens) or set(claim.tokens["step"].tolist()) == {claim.spec.step}:
             return claim
-        await asyncio.gather(*self._commits.put([Restart(claim.spec.id, claim.epoch)]))
-        return msgspec.structs.replace(claim, tokens=claim.tokens[:0])
+        (restarted,) = self._commits.put([Restart(claim.spec.id, claim.epoch)])
+        epoch = await restarted
+        if isinstance(epoch, StaleEpochError):
+            raise Lost(str(epoch))
+        return msgspec.structs.replace(claim, epoch=int(epoch), tokens=claim.tokens[:0])
 
     async def _drive(self, trajectory: Trajectory) -> None:
         """Run a trajectory and tell how it ended."""

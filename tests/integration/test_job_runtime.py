@@ -16,8 +16,8 @@ from libs.common.bus import Bus
 from libs.common.errors import NodeError
 from libs.common.job import Job, job_from
 from libs.common.store import TrajectoryStore
-from libs.common.tokens import PolicyVersion
-from libs.common.trajectory import Claim, Record
+from libs.common.tokens import PolicyVersion, sampled
+from libs.common.trajectory import Append, Claim, Record, Release
 from tests.rollouts import Rollouts, V
 
 LENGTH = 60
@@ -277,6 +277,19 @@ async def test_nothing_is_generated_under_the_policy_of_another_step(rollouts: O
         await world.announce(world.ids, policy=successors, attempt=2)
         (done,) = await world.all_finished()
     assert set(done.tokens["step"].tolist()) == {V.step}
+
+
+async def test_one_that_has_tokens_of_another_steps_policy_begins_again_from_its_prompt(rollouts: Open) -> None:
+    world = await rollouts(job_of())
+    await world.issue(1)
+    (claim,) = await world.store.claim(world.ids, owner="before", ttl_ms=5000)
+    assert isinstance(claim, Claim)
+    other = sampled([1, 2, 3], [-1.0] * 3, PolicyVersion(V.step + 1, 1))
+    await world.store.write([Append(world.ids[0], claim.epoch, 0, other), Release(world.ids[0], claim.epoch)])
+    async with world.instance("one"):
+        (done,) = await world.all_finished()
+    assert done.tokens["step"].tolist() == [V.step] * LENGTH
+    assert (done.claims, done.failures, done.deaths) == (2, 0, 0)
 
 
 def kill_engine() -> None:

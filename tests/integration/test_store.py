@@ -192,9 +192,10 @@ async def test_a_new_token_or_company_clears_a_sample_of_a_death(store: Trajecto
     for _ in range(4):
         await claim_one(store, one.id, ttl_ms=0)  # it isn't alone any more
     claim = await claim_one(store, one.id)
-    await store.write([Alone(one.id, claim.epoch), Restart(one.id, claim.epoch)])
-    new = Append(one.id, claim.epoch, 0, tokens(5, 6, 7, 8))  # as many as there were at the claim, and new
-    assert await store.write([new, Die(one.id, claim.epoch, "engine")]) == [1, "pending"]
+    _, epoch = await store.write([Alone(one.id, claim.epoch), Restart(one.id, claim.epoch)])
+    assert isinstance(epoch, int)
+    new = Append(one.id, epoch, 0, tokens(5, 6, 7, 8))  # as many as there were at the claim, and new
+    assert await store.write([new, Die(one.id, epoch, "engine")]) == [1, "pending"]
     assert (await read_one(store, one.id)).deaths == 9
 
 
@@ -362,15 +363,29 @@ async def test_a_replaced_trainer_cannot_forget_what_its_successor_needs(store: 
 async def test_beginning_again_drops_the_tokens_and_keeps_the_claim(store: TrajectoryStore, job_uid: str) -> None:
     one = spec(job_uid)
     await store.create([one])
+    claim = await claim_one(store, one.id, owner="w")
+    first, restart = Append(one.id, claim.epoch, 0, tokens(1, 2, 3)), Restart(one.id, claim.epoch)
+    assert await store.write([first, restart, restart]) == [1, claim.epoch + 1, claim.epoch + 1]
+    assert await store.claim([one.id], owner="other", ttl_ms=5000) == [NotClaimed("held")]
+    assert await store.write([Append(one.id, claim.epoch + 1, 0, tokens(9))]) == [1]
+    record = await read_one(store, one.id)
+    assert (record.owner, record.claims, record.tokens["id"].tolist()) == ("w", 1, [9])
+
+
+async def test_what_a_connection_delivers_late_does_not_touch_what_was_begun_again(
+    store: TrajectoryStore, job_uid: str
+) -> None:
+    one = spec(job_uid)
+    await store.create([one])
     claim = await claim_one(store, one.id)
-    await store.write([Append(one.id, claim.epoch, 0, tokens(1, 2, 3))])
-    assert await store.write([Restart(one.id, claim.epoch)]) == [1]
-    assert await store.write([Append(one.id, claim.epoch, 0, tokens(9))]) == [1]
-    (record,) = await store.read([one.id])
-    assert record is not None
-    assert record.tokens["id"].tolist() == [9]
-    (refused,) = await store.write([Restart(one.id, claim.epoch - 1)])
+    first, restart = Append(one.id, claim.epoch, 0, tokens(1, 2, 3)), Restart(one.id, claim.epoch)
+    await store.write([first, restart])
+    (refused, _) = await store.write([first, restart])
     assert isinstance(refused, StaleEpochError)
+    assert (await read_one(store, one.id)).tokens["id"].tolist() == []
+    again = Append(one.id, claim.epoch + 1, 0, tokens(7, 8, 9))
+    await store.write([again, first, restart])
+    assert (await read_one(store, one.id)).tokens["id"].tolist() == [7, 8, 9]
 
 
 async def test_a_lease_that_ran_out_shows(store: TrajectoryStore, job_uid: str) -> None:
@@ -424,7 +439,7 @@ async def test_an_epoch_of_a_life_that_the_store_has_lost_is_never_good_again(st
 async def test_what_is_repeated_after_a_lost_answer_is_answered_as_the_first_time(
     store: TrajectoryStore, redis_url: str, job_uid: str
 ) -> None:
-    specs = [spec(job_uid, sample) for sample in range(4)]
+    specs = [spec(job_uid, sample) for sample in range(5)]
     await store.create(specs)
     epochs = [(await claim_one(store, one.id)).epoch for one in specs]
     ids = [one.id for one in specs]
@@ -433,12 +448,13 @@ async def test_what_is_repeated_after_a_lost_answer_is_answered_as_the_first_tim
         Transfer(ids[1], epochs[1], "friend", 5000),
         Fail(ids[2], epochs[2], "tool", 0),
         Die(ids[3], epochs[3], "engine"),
+        Restart(ids[4], epochs[4]),
     ]
     answers = await store.write(ends)
-    assert answers == [1, epochs[1] + 1, "pending", "pending"]
+    assert answers == [1, epochs[1] + 1, "pending", "pending", epochs[4] + 1]
     await claim_one(store, ids[0], owner="other")
     assert await store.write(ends) == answers
-    assert [record.failures + record.deaths for record in await store.read(ids) if record] == [0, 0, 1, 1]
+    assert [record.failures + record.deaths for record in await store.read(ids) if record] == [0, 0, 1, 1, 0]
     late = await store.write([Fail(ids[0], epochs[0], "late", 0), Release(ids[2], epochs[2])])
     assert all(isinstance(answer, StaleEpochError) for answer in late)
 
