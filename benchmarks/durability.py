@@ -19,8 +19,9 @@ from benchmarks import checkpoint_cost, handover, kills, store_speed
 from benchmarks.fixed_length import PROMPTS, endless_model
 from benchmarks.node_jobs import fresh_home
 from benchmarks.report import Report, parser, run_as_command
-from libs.common.job import Job, ModelSection, RewardSection, RolloutSection, TrainSection
+from libs.common.job import Job
 from libs.common.replay import ListedLengths, ReplayedRollout
+from libs.common.sections import ModelSection, RewardSection, RolloutSection, TrainSection
 from libs.node.servers import start_valkey
 
 PARTS = ("cost", "kill", "move", "store")

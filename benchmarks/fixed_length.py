@@ -12,8 +12,8 @@ import msgspec
 
 from libs.common.chat import ChatMessage, ChatTokenizer
 from libs.common.errors import JigsawError
-from libs.common.job import DataSection
 from libs.common.models import resolve_model
+from libs.common.sections import DataSection
 from libs.datasets.load import load
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from libs.common.chat import ChatTokenizer
 from libs.common.errors import JigsawError, JobFileError, ModelError
-from libs.common.job import DataSection, Job
+from libs.common.job import Job
 from libs.common.models import check_model, context_length, find_model, kv_bytes_per_token, parameter_count
+from libs.common.sections import DataSection
 from libs.common.settings import NodeSettings, PluginSettings
 from libs.datasets.load import check, load
 from libs.datasets.prompts import render_all

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from libs.common.errors import DataError
-from libs.common.job import DataSection
+from libs.common.sections import DataSection
 from libs.datasets.rows import Row, columns_of, row_from
 from libs.datasets.sources import raw_rows, source_name
 

@@ -10,7 +10,7 @@ import msgspec
 
 from libs.common.chat import ChatMessage, ChatTokenizer
 from libs.common.errors import DataError
-from libs.common.job import DataSection
+from libs.common.sections import DataSection
 from libs.datasets.rows import Row
 from libs.datasets.sources import source_name
 from libs.environments.protocol import Environment

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from libs.common.errors import DataError
-from libs.common.job import DataSection
+from libs.common.sections import DataSection
 from libs.datasets.tasks import task_rows
 
 RawRow = tuple[int, object]

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Sequence
 
 from libs.common.errors import JobFileError
-from libs.common.job import EnvironmentSection
 from libs.common.plugins import require_allowed
+from libs.common.sections import EnvironmentSection
 from libs.environments.protocol import Environment
 from libs.environments.scripted import Scripted
 from libs.environments.single_turn import SingleTurn

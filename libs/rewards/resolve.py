@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from libs.common.errors import JobFileError
-from libs.common.job import RewardSection
 from libs.common.plugins import require_allowed
+from libs.common.sections import RewardSection
 
 
 class Scorer(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from libs.common.job import AlgorithmSection
+from libs.common.sections import AlgorithmSection
 
 
 class Normaliser(msgspec.Struct, frozen=True):

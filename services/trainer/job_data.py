@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from libs.common.chat import ChatTokenizer
-from libs.common.job import DataSection, Job
+from libs.common.job import Job
+from libs.common.sections import DataSection
 from libs.common.trajectory import TrajectoryId, TrajectorySpec
 from libs.datasets.cursor import Cursor, CursorState
 from libs.datasets.load import load

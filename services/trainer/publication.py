@@ -18,8 +18,8 @@ import anyio
 from libs.common import manifest
 from libs.common import messages as m
 from libs.common.errors import StaleEpochError
-from libs.common.job import TrainSection
 from libs.common.policy_store import PolicyStore
+from libs.common.sections import TrainSection
 from libs.common.service import Context
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import TrajectoryId

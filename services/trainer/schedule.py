@@ -2,7 +2,7 @@
 
 import math
 
-from libs.common.job import TrainSection
+from libs.common.sections import TrainSection
 
 
 def learning_rate(step: int, train: TrainSection) -> float:

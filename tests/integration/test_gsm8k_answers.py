@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.job import DataSection
+from libs.common.sections import DataSection
 from libs.datasets.load import check, load
 from libs.rewards.answers import parse_number
 from libs.rewards.scorers import gsm8k, last_number

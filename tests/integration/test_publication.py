@@ -11,8 +11,8 @@ from libs.common import manifest
 from libs.common import messages as m
 from libs.common.bus import Bus
 from libs.common.errors import JigsawError
-from libs.common.job import TrainSection
 from libs.common.policy_store import PolicyStore
+from libs.common.sections import TrainSection
 from libs.common.service import Context
 from libs.common.settings import default_settings
 from libs.common.store import TrajectoryStore

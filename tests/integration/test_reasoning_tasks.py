@@ -3,7 +3,7 @@
 import pytest
 
 from libs.common.errors import DataError
-from libs.common.job import DataSection, RewardSection
+from libs.common.sections import DataSection, RewardSection
 from libs.datasets.load import check, load
 from libs.rewards.resolve import resolve
 from libs.rewards.scorers import reasoning_gym as scorer

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from libs.common.errors import RewardError
-from libs.common.job import RewardSection
+from libs.common.sections import RewardSection
 from libs.rewards.resolve import Scorer, resolve
 from libs.rewards.score import Outcome
 from services.reward.pool import ScorerPool

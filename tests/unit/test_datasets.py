@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.errors import DataError
-from libs.common.job import DataSection
+from libs.common.sections import DataSection
 from libs.datasets.load import check, load, selection
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.job import AlgorithmSection
+from libs.common.sections import AlgorithmSection
 from services.trainer.grpo import Normaliser, importance_weights, k3, token_loss
 
 logs = st.floats(-4, -0.01)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from libs.common.errors import JigsawError, ModelError
-from libs.common.job import Job, TrainSection
+from libs.common.job import Job
+from libs.common.sections import TrainSection
 from libs.common.tokens import PolicyVersion, observed
 from services.trainer import checkpoint
 from services.trainer.batches import Completion, Group

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from libs.common.errors import JobFileError
-from libs.common.job import RewardSection
+from libs.common.sections import RewardSection
 from libs.rewards.resolve import resolve
 from libs.rewards.scorers import exact, gsm8k, last_number, math_verify, reasoning_gym
 
