@@ -9,60 +9,34 @@ published again if its answer was lost: on streams that deduplicate it is droppe
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Self, TypeVar
 
-import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.errors import ConnectionClosedError, NoRespondersError, OutboundBufferLimitError
-from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerConfig, DiscardPolicy, KeyValueConfig, PubAck, RetentionPolicy, StorageType, StreamConfig
-from nats.js.errors import APIError, BadRequestError, NotFoundError, ServerError, ServiceUnavailableError
+from nats.js.api import ConsumerConfig, PubAck
+from nats.js.errors import APIError, NotFoundError, ServerError, ServiceUnavailableError
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
-from libs.common import subjects
-from libs.common.connection import ANSWER_S, Connection
-from libs.common.errors import JigsawError, MessageError, NodeError, QueueGone
+from libs.common import streams, subjects
+from libs.common.connection import ANSWER_S, Connection, say
+from libs.common.errors import JigsawError, MessageError, NodeError
 from libs.common.patience import PATIENCE_S
+from libs.common.pulling import Puller
 from libs.common.tables import Table
 
-DEDUPE_WINDOW_S = 120.0
 ACK_WAIT_S = 30.0
 REWARD_ACK_WAIT_S = 10.0
 """A living reward service says every few seconds what it works on; what a dead one had fetched waits for this long."""
 
 M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
-
-
-class Delivery(msgspec.Struct, frozen=True, eq=False):
-    """A message from a stream, to be acknowledged once its effect is safe.
-
-    What is said of it while the server is away is lost: the message comes again, which every receiver must bear anyway.
-    """
-
-    message: m.AnyMessage
-    deliveries: int
-    _msg: Msg
-
-    async def ack(self) -> None:
-        """Its effect is safe: never deliver it again."""
-        await _say(self._msg.ack())
-
-    async def extend(self) -> None:
-        """It is being worked on: wait longer before delivering it to someone else."""
-        await _say(self._msg.in_progress())
-
-    async def retry(self, after_s: float) -> None:
-        """Deliver it again later, to anyone."""
-        await _say(self._msg.nak(delay=after_s))
 
 
 class Bus:
@@ -110,20 +84,10 @@ class Bus:
 
     async def set_up(self) -> None:
         """Create streams, buckets and the consumer that all jobs share; safe to repeat. The scheduler alone does this."""
-        await self.ask(self._set_up)
+        await self.ask(lambda: streams.create(self._js))
         finished = subjects.subscription(m.TrajectoryFinished)
         await self._ensure(m.TrajectoryFinished, subjects.REWARD_CONSUMER, finished, ack_wait_s=REWARD_ACK_WAIT_S)
         await self.ask(lambda: self._js.create_object_store(subjects.BLOBS))
-
-    async def _set_up(self) -> None:
-        for stream in subjects.STREAMS:
-            config = _stream_config(stream)
-            try:
-                await self._js.add_stream(config)
-            except BadRequestError:
-                await self._js.update_stream(config)
-        for bucket in subjects.BUCKETS.values():
-            await self._js.create_key_value(KeyValueConfig(bucket=bucket, history=1, storage=StorageType.FILE))
 
     async def wait_until_set_up(self, timeout_s: float) -> None:
         """Wait until the scheduler has created streams and buckets.
@@ -152,7 +116,7 @@ class Bus:
         route = subjects.ROUTES[type(message)]
         subject, payload = subjects.subject_of(message), m.encode(message)
         if route.stream is None:
-            await _say(self.client.publish(subject, payload))
+            await say(self.client.publish(subject, payload))
             return True
         stream, tried = route.stream, False
 
@@ -199,7 +163,7 @@ class Bus:
         What an earlier one had been given and hadn't acknowledged comes again at once, and if that one still acknowledges
         something, nobody hears it.
         """
-        stream = _stream_of(m.SubmitJob)
+        stream = streams.stream_of(m.SubmitJob)
         for consumer in await self.ask(lambda: self._js.consumers_info(stream)):
             if consumer.name != name:
                 await self.drop_consumer(m.SubmitJob, consumer.name)
@@ -207,49 +171,35 @@ class Bus:
 
     async def _ensure(self, kind: type[m.Message], name: str, subject: str, *, ack_wait_s: float = ACK_WAIT_S) -> None:
         config = ConsumerConfig(durable_name=name, filter_subject=subject, ack_wait=ack_wait_s, max_ack_pending=10_000)
-        await self.ask(lambda: self._js.add_consumer(_stream_of(kind), config))
+        await self.ask(lambda: self._js.add_consumer(streams.stream_of(kind), config))
 
     async def drop_consumer(self, kind: type[m.Message], name: str) -> None:
         """Delete a durable consumer; one that is gone already is fine."""
         try:
-            await self.ask(lambda: self._js.delete_consumer(_stream_of(kind), name))
+            await self.ask(lambda: self._js.delete_consumer(streams.stream_of(kind), name))
         except NotFoundError:
             self._log.debug("consumer_already_gone", consumer=name)
 
     async def purge(self, kind: type[m.Message], **known: str) -> None:
         """Drop what is left of a message type on its stream."""
-        stream, subject = _stream_of(kind), subjects.subscription(kind, **known)
+        stream, subject = streams.stream_of(kind), subjects.subscription(kind, **known)
         await self.ask(lambda: self._js.purge_stream(stream, subject=subject))
 
-    async def pull(self, kind: type[m.Message], name: str) -> "Puller":
+    async def pull(self, kind: type[m.Message], name: str) -> Puller:
         """Bind to a durable consumer.
 
         Raises:
             QueueGone: it doesn't exist: the scheduler creates it, and deletes a job's when the job has ended.
         """
-        stream = _stream_of(kind)
-        await self.ask(lambda: self.require_consumer(stream, name))  # binding alone doesn't ask whether it is there
-        subscription = await self.ask(lambda: self._js.pull_subscribe_bind(consumer=name, stream=stream))
-        return Puller(self, subscription, stream=stream, name=name)
+        return await Puller.bind(self._connection, streams.stream_of(kind), name, bury=self._bury)
 
-    async def require_consumer(self, stream: str, name: str) -> None:
-        """Ask the server once whether a durable consumer exists.
-
-        Raises:
-            QueueGone: it doesn't.
-        """
-        try:
-            await self._js.consumer_info(stream, name)
-        except NotFoundError:
-            raise QueueGone(f"there is no consumer {name} on {stream}") from None
-
-    async def bury(self, msg: Msg, reason: str) -> None:
+    async def _bury(self, msg: Msg, reason: str) -> None:
         """Publish a dead letter of a message that can't be processed, then terminate the message."""
         letter = m.DeadLetter(
             sender=self._instance, subject=msg.subject, reason=reason, payload=msg.data, died_at=time.time()
         )
         await self.publish(letter)
-        await _say(msg.term())
+        await say(msg.term())
         self._log.error("dead_letter", subject=msg.subject, reason=reason)
 
     async def replay(self, letter: m.DeadLetter) -> None:
@@ -270,23 +220,9 @@ class Bus:
 
     async def history(self, kind: type[M], **known: str) -> list[M]:
         """What a limits stream holds of a message type, oldest first."""
-        stream, subject = _stream_of(kind), subjects.subscription(kind, **known)
-        messages = (m.decode(data) for data in await self.ask(lambda: self._contents(stream, subject)))
+        stream, subject = streams.stream_of(kind), subjects.subscription(kind, **known)
+        messages = (m.decode(data) for data in await self.ask(lambda: streams.contents(self._js, stream, subject)))
         return [message for message in messages if isinstance(message, kind)]
-
-    async def _contents(self, stream: str, subject: str) -> list[bytes]:
-        """The payloads that a stream holds on a subject, oldest first."""
-        subscription = await self._js.pull_subscribe(subject, stream=stream, config=ConsumerConfig(ack_policy=None))
-        try:
-            found: list[bytes] = []
-            info = await subscription.consumer_info()
-            while (remaining := (info.num_pending or 0) - len(found)) > 0:
-                for msg in await subscription.fetch(min(remaining, 256), timeout=5):
-                    await _say(msg.ack())
-                    found.append(msg.data)
-            return found
-        finally:
-            await _say(subscription.unsubscribe())
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -321,71 +257,6 @@ class Bus:
         return answer
 
 
-class Puller:
-    """A durable pull consumer: fetches, decodes, buries what can't be decoded."""
-
-    def __init__(self, bus: Bus, subscription: JetStreamContext.PullSubscription, *, stream: str, name: str) -> None:
-        self._bus, self._subscription, self._stream, self._name = bus, subscription, stream, name
-
-    async def fetch(self, count: int, *, wait_s: float = 5.0) -> list[Delivery]:
-        """Up to ``count`` messages; empty when there is no work within ``wait_s``.
-
-        Raises:
-            QueueGone: the consumer was deleted.
-        """
-        msgs = await self._bus.ask(lambda: self._fetch(count, wait_s))
-        deliveries = []
-        for msg in msgs:
-            try:
-                deliveries.append(Delivery(m.decode(msg.data), msg.metadata.num_delivered or 1, msg))
-            except MessageError as error:
-                await self._bus.bury(msg, str(error))
-        return deliveries
-
-    async def _fetch(self, count: int, wait_s: float) -> list[Msg]:
-        try:
-            return await self._subscription.fetch(count, timeout=wait_s)
-        except TimeoutError:  # nats-py raises its own or the built-in one; its own is a kind of the built-in
-            return []
-        except ServiceUnavailableError:  # nobody serves the consumer: it is gone, or the server isn't ready
-            await self._bus.require_consumer(self._stream, self._name)
-            raise
-
-    async def close(self) -> None:
-        """Stop pulling; what was fetched and not acknowledged is delivered again."""
-        with contextlib.suppress(NatsError):
-            await self._subscription.unsubscribe()
-
-
-async def _say(word: Awaitable[None]) -> None:
-    """Say something that nobody answers; while the server is away, it is lost."""
-    with contextlib.suppress(OutboundBufferLimitError, ConnectionClosedError):
-        await word
-
-
-def _stream_of(kind: type[m.Message]) -> str:
-    stream = subjects.ROUTES[kind].stream
-    if stream is None:
-        raise MessageError(f"{kind.__name__} travels on no stream")
-    return stream
-
-
 def _headers(message: m.Message) -> dict[str, str] | None:
     id = subjects.message_id(message)
     return {"Nats-Msg-Id": id} if id else None
-
-
-def _stream_config(stream: subjects.Stream) -> StreamConfig:
-    return StreamConfig(
-        name=stream.name,
-        subjects=list(stream.subjects),
-        retention=RetentionPolicy.WORK_QUEUE if stream.work_queue else RetentionPolicy.LIMITS,
-        storage=StorageType.FILE,
-        duplicate_window=DEDUPE_WINDOW_S,
-        max_msgs=stream.max_messages,
-        max_age=stream.max_age_s or None,
-        max_msgs_per_subject=1 if stream.one_per_subject else -1,
-        discard=DiscardPolicy.NEW if stream.one_per_subject else DiscardPolicy.OLD,
-        discard_new_per_subject=stream.one_per_subject,
-        allow_direct=True,
-    )

@@ -65,6 +65,12 @@ TRANSIENT = (
 """What a server raises that is away, back but not ready yet, or out of room."""
 
 
+async def say(word: Awaitable[None]) -> None:
+    """Say something that nobody answers; while the server is away, it is lost."""
+    with contextlib.suppress(OutboundBufferLimitError, ConnectionClosedError):
+        await word
+
+
 class Connection:
     """A connection that was made once; see :meth:`open`."""
 

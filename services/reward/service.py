@@ -11,10 +11,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from libs.common import messages as m
-from libs.common.bus import Delivery
 from libs.common.changes import Changes
 from libs.common.errors import JigsawError, Unreachable
 from libs.common.group_commit import GroupCommit
+from libs.common.pulling import Delivery
 from libs.common.service import Context
 from libs.common.subjects import REWARD_CONSUMER
 from libs.common.trajectory import TERMINAL, Record, Score, TrajectoryId

@@ -11,9 +11,9 @@ import anyio
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.bus import Delivery, Puller
 from libs.common.changes import Changes
 from libs.common.errors import QueueGone
+from libs.common.pulling import Delivery, Puller
 from libs.common.service import Context
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import Claim, NotClaimed, TrajectoryId

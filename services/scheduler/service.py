@@ -15,8 +15,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.bus import Delivery
 from libs.common.errors import TransitionError
+from libs.common.pulling import Delivery
 from libs.common.service import Context, now
 from libs.common.tables import Table
 from services.scheduler import commands as c

@@ -11,8 +11,9 @@ import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
-from libs.common.bus import Bus, Puller
+from libs.common.bus import Bus
 from libs.common.errors import StaleEpochError
+from libs.common.pulling import Puller
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import TERMINAL, Record, TrajectoryId, TrajectorySpec

@@ -17,12 +17,12 @@ import msgspec
 from libs.common import messages as m
 from libs.common import subjects
 from libs.common.blobs import download
-from libs.common.bus import Puller
 from libs.common.errors import JigsawError, QueueGone
 from libs.common.history import History
 from libs.common.job import Job
 from libs.common.messages import Phase
 from libs.common.models import context_length, resolve_model
+from libs.common.pulling import Puller
 from libs.common.sections import DataSection
 from libs.common.service import Context
 from libs.common.tokens import PolicyVersion
