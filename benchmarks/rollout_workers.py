@@ -106,11 +106,7 @@ class RolloutWorkers:
             log=self._log,
         )
         settled = await self.bus.pull(m.TrajectorySettled, subjects.settled_consumer(self.uid))
-        try:
-            await gatherer.gather(ledger, specs, data=self._data, policy=POLICY, settled=settled, on_progress=lambda: None)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await settled.close()
+        await gatherer.gather(ledger, specs, data=self._data, policy=POLICY, settled=settled, on_progress=lambda: None)
 
     async def ask(self, instance: str, request: m.Message) -> None:
         """Ask an instance for something and wait for its answer."""

@@ -14,6 +14,7 @@ from libs.common.job import Job
 from libs.common.policy_store import PolicyStore
 from libs.common.settings import default_settings
 from libs.common.store import TrajectoryStore
+from libs.common.streams import stream_of
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import Record, TrajectoryId
 from services.rollout.job_runtime import JobRuntime
@@ -100,9 +101,7 @@ class Rollouts:
 
     async def until_nothing_is_announced(self) -> None:
         """Until the job's instances have dealt with every task that was published."""
-        consumer = subjects.tasks_consumer(self.uid)
-        stream = subjects.ROUTES[m.StartRollout].stream
-        assert stream is not None
+        stream, consumer = stream_of(m.StartRollout), subjects.tasks_consumer(self.uid)
         with anyio.fail_after(10.0):
             while (info := await self.bus.js.consumer_info(stream, consumer)).num_pending or info.num_ack_pending:
                 await anyio.sleep(0.01)

@@ -191,7 +191,7 @@ class Bus:
         Raises:
             QueueGone: it doesn't exist: the scheduler creates it, and deletes a job's when the job has ended.
         """
-        return await Puller.bind(self._connection, streams.stream_of(kind), name, bury=self._bury)
+        return await Puller.bind(self._connection, stream=streams.stream_of(kind), name=name, bury=self._bury)
 
     async def _bury(self, msg: Msg, reason: str) -> None:
         """Publish a dead letter of a message that can't be processed, then terminate the message."""

@@ -4,6 +4,7 @@ A task is acknowledged once its claim has committed, or once there is nothing to
 the message, says who works on the trajectory.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -59,15 +60,11 @@ class Intake:
         puller = await self._puller()
         if puller is None:
             return
-        try:
+        with contextlib.suppress(QueueGone):
             while not self._taker.closing:
                 await self._changed.until(lambda: self._taker.closing or self._taker.room() > 0)
                 if not self._taker.closing:
                     await self._take(await puller.fetch(self._taker.room(), wait_s=NO_WORK_WAIT_S))
-        except QueueGone:
-            return
-        finally:
-            await puller.close()
 
     async def _puller(self) -> Puller | None:
         """The job's queue, once the scheduler has made it; None if the taker closes before that."""

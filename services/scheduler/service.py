@@ -250,7 +250,6 @@ async def _jobs(context: Context, sink: Sink, term: int) -> None:
                 await delivery.ack()
             else:
                 await sink.send(Inbound(event, delivery))
-    await puller.close()
 
 
 def job_event(message: m.AnyMessage) -> e.Event | None:

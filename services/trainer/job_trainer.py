@@ -108,7 +108,6 @@ class JobTrainer:
             self._phase = Phase.DONE
             await self._tell()
         finally:
-            await settled.close()
             await anyio.to_thread.run_sync(log.close)
 
     # --- start -------------------------------------------------------------------------------------------------------

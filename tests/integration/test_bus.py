@@ -9,6 +9,7 @@ from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Bus
 from libs.common.errors import MessageError, NodeError, QueueGone
+from libs.common.streams import stream_of
 from libs.common.tokens import PolicyVersion
 
 ONE = PolicyVersion(1)
@@ -49,7 +50,6 @@ async def test_an_acknowledged_task_is_delivered_once(bus: Bus, job_uid: str) ->
     for delivery in first:
         await delivery.ack()
     assert await pull.fetch(10, wait_s=0.3) == []
-    await pull.close()
 
 
 async def test_a_task_handed_back_comes_again(bus: Bus, job_uid: str) -> None:
@@ -62,7 +62,6 @@ async def test_a_task_handed_back_comes_again(bus: Bus, job_uid: str) -> None:
     (again,) = await pull.fetch(1, wait_s=2.0)
     assert again.message == first.message
     assert (first.deliveries, again.deliveries) == (1, 2)
-    await pull.close()
 
 
 async def test_repeats_are_dropped_and_new_attempts_are_not(bus: Bus, job_uid: str) -> None:
@@ -74,7 +73,6 @@ async def test_repeats_are_dropped_and_new_attempts_are_not(bus: Bus, job_uid: s
     pull = await bus.pull(m.StartRollout, name)
     deliveries = await pull.fetch(10, wait_s=0.5)
     assert [delivery.message for delivery in deliveries] == [task(job_uid, 0), task(job_uid, 0, attempt=1)]
-    await pull.close()
 
 
 async def test_waiting_for_work_that_does_not_come_is_no_error(bus: Bus, job_uid: str) -> None:
@@ -82,7 +80,27 @@ async def test_waiting_for_work_that_does_not_come_is_no_error(bus: Bus, job_uid
     await bus.ensure_consumer(m.StartRollout, name, job_uid=job_uid)
     pull = await bus.pull(m.StartRollout, name)
     assert [await pull.fetch(8, wait_s=0.02) for _ in range(40)] == [[]] * 40
-    await pull.close()
+
+
+async def test_a_puller_never_holds_more_than_it_asked_for(bus: Bus, job_uid: str) -> None:
+    """Whatever came of earlier fetches, and also what comes only after a fetch has waited for a while, or has given up."""
+    name = subjects.tasks_consumer(job_uid)
+    await bus.ensure_consumer(m.StartRollout, name, job_uid=job_uid)
+    pull = await bus.pull(m.StartRollout, name)
+    for round in range(8):
+        for _ in range(2):
+            assert await pull.fetch(2, wait_s=0.02) == []
+        fetching = asyncio.create_task(pull.fetch(2, wait_s=2.0))
+        await asyncio.sleep(0.02)
+        await bus.publish_all([task(job_uid, 5 * round + number) for number in range(5)])
+        got = await fetching
+        await asyncio.sleep(0.02)  # for what is on its way
+        held = (await bus.js.consumer_info(stream_of(m.StartRollout), name)).num_ack_pending
+        assert 1 <= len(got) <= 2
+        assert held == len(got)
+        for delivery in [*got, *await pull.fetch(5 - len(got), wait_s=1.0)]:
+            await delivery.ack()
+        await bus.purge(m.StartRollout, job_uid=job_uid)
 
 
 async def test_jobs_have_separate_queues(bus: Bus, job_uid: str) -> None:
@@ -123,7 +141,6 @@ async def test_what_cannot_be_decoded_becomes_a_dead_letter_once(bus: Bus, job_u
     assert (letter.subject, letter.payload) == (f"tasks.{job_uid}", b"\xc1 rubbish")
     assert "undecodable" in letter.reason
     assert await pull.fetch(10, wait_s=0.3) == []
-    await pull.close()
 
 
 async def test_table_swaps_only_at_the_expected_revision(bus: Bus, job_uid: str) -> None:

@@ -116,5 +116,4 @@ async def queued(bus: Bus) -> set[int]:
             assert isinstance(delivery.message, m.StartRollout)
             found.add(delivery.message.sample)
             await delivery.ack()
-    await puller.close()
     return found

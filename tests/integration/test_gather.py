@@ -73,7 +73,6 @@ class Step:
             settled=settled,
             on_progress=lambda: None,
         )
-        await settled.close()
 
     async def tasks(self, count: int) -> list[m.StartRollout]:
         puller = await self.bus.pull(m.StartRollout, subjects.tasks_consumer(self.uid))
@@ -83,7 +82,6 @@ class Step:
                 assert isinstance(delivery.message, m.StartRollout)
                 found.append(delivery.message)
                 await delivery.ack()
-        await puller.close()
         return found
 
     def word(self, group: int, sample: int) -> m.TrajectorySettled:
@@ -142,7 +140,6 @@ async def test_a_lease_that_is_renewed_late_keeps_its_trajectory(step: Step) -> 
     assert await step.store.write(late) == [1, 1]
     puller = await step.bus.pull(m.StartRollout, subjects.tasks_consumer(step.uid))
     assert await puller.fetch(1, wait_s=1.0) == []
-    await puller.close()
     for claim in claims:
         assert isinstance(claim, Claim)
         end = Finish(claim.spec.id, claim.epoch, 0, claim.tokens, "stop", "text", 1)

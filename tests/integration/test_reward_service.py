@@ -76,7 +76,6 @@ class Scoring:
                 assert isinstance(delivery.message, m.TrajectorySettled)
                 told.append(delivery.message)
                 await delivery.ack()
-        await puller.close()
         return told
 
 

@@ -119,9 +119,7 @@ async def leave_things_behind(node: Node, store: TrajectoryStore, uid: str) -> N
     await node.bus.publish(m.StartRollout(sender="t0", job_uid=uid, step=0, group=0, sample=0, policy=PolicyVersion(0)))
     pull = await node.bus.pull(m.StartRollout, subjects.tasks_consumer(uid))
     assert len(await pull.fetch(1, wait_s=2.0)) == 1
-    await pull.close()
-    settled = await node.bus.pull(m.TrajectorySettled, subjects.settled_consumer(uid))
-    await settled.close()
+    await node.bus.pull(m.TrajectorySettled, subjects.settled_consumer(uid))
 
 
 async def test_a_cancelled_job_is_over_within_seconds(node: Node, job_uid: str) -> None:
