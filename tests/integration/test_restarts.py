@@ -15,8 +15,9 @@ from libs.common import messages as m
 from libs.common import subjects
 from libs.common.bus import Bus
 from libs.common.errors import NodeError, Unreachable
-from libs.common.store import TrajectoryId, TrajectorySpec, TrajectoryStore
+from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
+from libs.common.trajectory import TrajectoryId, TrajectorySpec
 from libs.node.servers import Server, start_nats, start_valkey
 from tests.trajectories import spec_of
 from tests.waiting import at_work, until
