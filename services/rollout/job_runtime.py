@@ -1,12 +1,12 @@
 """One job on one rollout instance: its engine process, its policy, its running trajectories.
 
-Lives while the instance has an allocation for the job. What is taken in is decided by :mod:`services.rollout.intake`, who
-holds what by :mod:`services.rollout.leases`; this module joins them to the engine and to the allocation.
+Lives while the instance has an allocation for the job. How trajectories come in is in :mod:`services.rollout.intake`, how
+they leave in :mod:`services.rollout.handover`, which are here in :mod:`services.rollout.leases`; this module joins them to
+the engine, the policy and the allocation.
 """
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -17,7 +17,7 @@ from structlog.typing import FilteringBoundLogger
 from libs.common import messages as m
 from libs.common.changes import Changes
 from libs.common.chat import ChatTokenizer
-from libs.common.errors import JigsawError, NodeError, StaleEpochError
+from libs.common.errors import NodeError, StaleEpochError
 from libs.common.group_commit import GroupCommit
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
@@ -26,12 +26,11 @@ from libs.common.trajectory import Alone, Claim, Offer, Release, Restart, Trajec
 from libs.environments.registry import make_environment
 from services.rollout import wire
 from services.rollout.engine_link import EngineLink
+from services.rollout.handover import Handover
 from services.rollout.intake import Intake
-from services.rollout.leases import ADOPT_S, Leases, Released
+from services.rollout.leases import Leases
+from services.rollout.policy_feed import PolicyFeed
 from services.rollout.runner import EngineLost, Lost, Tools, Trajectory
-
-RETRY_FETCH_S = 1.0
-HAND_BACK_S = 10.0
 
 
 class JobRuntime:
@@ -39,12 +38,13 @@ class JobRuntime:
 
     def __init__(self, context: Context, record: m.JobRecord, policies: PolicyStore) -> None:
         self._context, self._job, self._uid = context, record.job, record.job_uid
-        self._policies = policies
         self._log: FilteringBoundLogger = context.log.bind(job=record.job_uid)
+        self._policies = PolicyFeed(context.bus, policies, record.job_uid, log=self._log)
         self._commits = GroupCommit(context.store)
         self._engine = EngineLink(record.job, cores=context.settings.device.cores, receiver=self._receive, log=self._log)
         lease_s = self._job.rollout.lease_s
         self._leases = Leases(context.store, commits=self._commits, engine=self._engine, ttl_s=lease_s, log=self._log)
+        self._handover = Handover(context, self._uid, leases=self._leases, engine=self._engine, log=self._log)
         self._changes = Changes()
         self._intake = Intake(context, self._uid, taker=self, changed=self._changes, lease_s=lease_s)
         self._allocation: m.Allocation | None = None
@@ -91,13 +91,13 @@ class JobRuntime:
                 async with anyio.create_task_group() as taking:
                     taking.start_soon(self._take_in)
                     await self._changes.until(lambda: self.closing)
-                    await self._hand_back()  # at once, while the last look into the queue comes to its end
+                    await self._handover.hand_back()  # at once, while the last look into the queue comes to its end
                     await self._engine.stop()  # its memory is somebody else's now
             finally:
                 with anyio.CancelScope(shield=True):
-                    await self._hand_back()
+                    await self._handover.hand_back()
                     await self._engine.stop()
-                    await anyio.to_thread.run_sync(self._policies.forget_copies, self._uid)
+                    await self._policies.forget()
                 tasks.cancel_scope.cancel()
         return False
 
@@ -109,39 +109,16 @@ class JobRuntime:
 
     async def _follow_policy(self) -> None:
         """Load the first policy, then switch to each newer one."""
-        table = await self._context.bus.table(m.PolicyPublished)
-        async for change in table.watch(self._uid):
-            published = change.value
-            if published is None:
-                continue
-            folder = await self._fetched(published)
-            if folder is None:
-                continue
+        async for version, folder in self._policies.versions():
             if self._tools is None:
                 await self._prepare(folder)
-            another_step = published.version.step != self._engine.version.step
-            self._engine.want_policy(published.version, folder)
+            another_step = version.step != self._engine.version.step
+            self._engine.want_policy(version, folder)
             if another_step:  # what was begun under another policy isn't continued under this one
-                await self._hand_back(announce=False)  # whoever comes to that step again announces it
+                await self._handover.hand_back(announce=False)  # whoever comes to that step again announces it
             await self._engine.switch_policy()
-            await anyio.to_thread.run_sync(partial(self._policies.prune_copies, self._uid, before=published.version))
+            await self._policies.prune(before=version)
             self._changes.notify()
-
-    async def _fetched(self, published: m.PolicyPublished) -> Path | None:
-        """The folder of a version; None if it has been replaced by a newer one, which the watch tells of."""
-        table = await self._context.bus.table(m.PolicyPublished)
-        while True:
-            try:
-                return await anyio.to_thread.run_sync(self._fetch, published)
-            except JigsawError as error:
-                self._log.warning("policy_not_fetched", policy=str(published.version), reason=str(error))
-                current = await table.get(self._uid)
-                if current is None or current.version != published.version:
-                    return None
-                await anyio.sleep(RETRY_FETCH_S)
-
-    def _fetch(self, published: m.PolicyPublished) -> Path:
-        return self._policies.fetch(self._uid, published.version, digest=published.digest)
 
     async def _prepare(self, folder: Path) -> None:
         chat = await anyio.to_thread.run_sync(ChatTokenizer, folder)
@@ -164,7 +141,7 @@ class JobRuntime:
             with anyio.move_on_after(limit_s):
                 await self._changes.until(lambda: not self._paused())
                 continue
-            await self._hand_back()
+            await self._handover.hand_back()
             await self._engine.unload()
             await self._changes.until(lambda: not self._paused())
 
@@ -199,21 +176,8 @@ class JobRuntime:
         self._tasks.start_soon(self._drive, trajectory)
 
     async def release(self, count: int, *, target: str) -> int:
-        """Let go of trajectories, to an instance or ("") to whoever has room; returns of how many.
-
-        An instance that doesn't answer doesn't matter: their leases run out, and they are announced again.
-        """
-        released = await self._leases.let_go(self._leases.cheapest(count), to=target)
-        if not target:
-            await self._context.bus.publish_all([self._task(one) for one in released])
-        elif released:
-            offers = [m.Offer(one.spec.id.group, one.spec.id.sample, one.epoch) for one in released]
-            offer = m.AdoptTrajectories(sender=self._context.instance, job_uid=self._uid, offers=offers)
-            try:
-                await self._context.bus.request(target, offer, timeout_s=ADOPT_S)
-            except NodeError as error:
-                self._log.warning("not_adopted", trajectories=len(offers), reason=str(error))
-        return len(released)
+        """As :meth:`Handover.release`."""
+        return await self._handover.release(count, target=target)
 
     async def adopt(self, offers: Sequence[m.Offer]) -> int:
         """Go on with trajectories that another instance has handed over; returns with how many.
@@ -254,7 +218,7 @@ class JobRuntime:
             await self._alone_if_suspect(trajectory)
             await trajectory.run()
             (state,) = await self._context.store.states([trajectory.id])
-            task = self._task(trajectory.claim)
+            task = self._handover.task(trajectory.claim)
             if state == "finished":
                 await bus.publish(m.following(task, m.TrajectoryFinished, sender=sender))
             elif state == "pending":
@@ -274,28 +238,6 @@ class JobRuntime:
         if trajectory.claim.alone:
             await self._changes.until(lambda: self._leases.only_suspects and next(iter(self._leases)) is trajectory)
             await asyncio.gather(*self._commits.put([Alone(trajectory.id, trajectory.claim.epoch)]))
-
-    async def _hand_back(self, *, announce: bool = True) -> None:
-        """Give back everything, and tell others that it waits."""
-        with anyio.move_on_after(HAND_BACK_S, shield=True) as limit:
-            released = await self._leases.let_go(list(self._leases))
-            if announce:
-                await self._context.bus.publish_all([self._task(one) for one in released])
-        if limit.cancelled_caught:
-            self._log.warning("not_handed_back", trajectories=len(self._leases))
-            self._leases.lose_all("engine or store didn't answer in time")
-
-    def _task(self, one: Claim | Released) -> m.StartRollout:
-        """The announcement of a trajectory; the claim's epoch numbers it."""
-        return m.StartRollout(
-            sender=self._context.instance,
-            job_uid=self._uid,
-            step=one.spec.step,
-            group=one.spec.id.group,
-            sample=one.spec.id.sample,
-            policy=self._engine.version,
-            attempt=one.epoch,
-        )
 
     # --- from the engine ---------------------------------------------------------------------------------------------
 
