@@ -1,13 +1,14 @@
 """The trainer service's end of its training process: one request at a time, each awaited.
 
-The process is as mortal as any: when it dies or gives up, the request in flight raises, and the step loop starts over from
-the last checkpoint with a new process.
+The process is as mortal as any: when it dies or gives up, the request in flight raises, and when none is,
+:meth:`ComputeLink.until_lost` tells; the step loop starts over from the last checkpoint with a new process.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
+import anyio
 from structlog.typing import FilteringBoundLogger
 
 from libs.common.child import Child
@@ -31,7 +32,11 @@ class ComputeFailed(JigsawError):
 
 
 class ComputeLink:
-    """A running training process."""
+    """A running training process.
+
+    Attributes:
+        gone: why it has ended; "" while it runs. revision: of the allocation in force.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,9 @@ class ComputeLink:
     ) -> None:
         self._child, self._on_micro_batch, self._log = child, on_micro_batch, log
         self._answer: asyncio.Future[wire.FromTrainer] | None = None
-        self._gone = ""
+        self.gone = ""
+        self._has_failed = False
+        self._died_idle = anyio.Event()
         self.revision = 0
 
     @classmethod
@@ -68,12 +75,18 @@ class ComputeLink:
         try:
             async for message in self._child.receive():
                 self._take(message)
-            self._gone = f"the training process ended: {await self._child.ended()}"
+            self.gone = f"the training process ended: {await self._child.ended()}"
         except MessageError as error:
-            self._gone = str(error)
-        self._log.info("training_process_ended", reason=self._gone)
+            self.gone = str(error)
+        self._log.info("training_process_ended", reason=self.gone)
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ComputeLost(self._gone))
+            self._answer.set_exception(ComputeLost(self.gone))
+        elif not self._has_failed:
+            self._died_idle.set()
+
+    async def until_lost(self) -> None:
+        """Wait until the process has ended while nothing was asked of it, which no request can tell."""
+        await self._died_idle.wait()
 
     async def load(self, job: Job, *, model: str, resume: list[str], cores: Sequence[int]) -> wire.Ready:
         """Load model and optimiser, from the first of the checkpoints ``resume`` that is whole."""
@@ -100,8 +113,8 @@ class ComputeLink:
         await self._child.stop()
 
     async def _ask(self, request: wire.ToTrainer, expected: type[A]) -> A:
-        if self._gone:
-            raise ComputeLost(self._gone)
+        if self.gone:
+            raise ComputeLost(self.gone)
         self._answer = asyncio.get_running_loop().create_future()
         await self._child.send(request)
         answer = await self._answer
@@ -118,5 +131,6 @@ class ComputeLink:
             case wire.UnitsApplied(revision=revision):
                 self.revision = revision
             case _:
+                self._has_failed = isinstance(message, wire.Failed)
                 if self._answer is not None and not self._answer.done():
                     self._answer.set_result(message)

@@ -13,7 +13,7 @@ from services.trainer.job_trainer import JobTrainer
 from services.trainer.progress import Progress
 from services.trainer.publication import Publication
 
-LIVES = 3
+LIVES = 5
 """Training processes that may die in a row, none getting further than those before it, before the job fails."""
 
 
@@ -115,6 +115,10 @@ class HeldJob:
         def report(done: wire.MicroBatchDone) -> None:
             tasks.start_soon(self._report, trainer.step, done)
 
+        async def end_with_the_process() -> None:
+            await compute.until_lost()
+            scope.cancel()
+
         failure: JigsawError | None = None
         async with anyio.create_task_group() as tasks:
             compute = await ComputeLink.start(
@@ -126,9 +130,13 @@ class HeldJob:
             progress = Progress(self._context, hold)
             trainer = JobTrainer(self._context, self._record, compute=compute, publication=publication, progress=progress)
             try:
-                await self._apply()
-                tasks.start_soon(trainer.keep_telling)
-                await trainer.run()
+                with anyio.CancelScope() as scope:  # whatever the step loop waits for: a new process can load meanwhile
+                    tasks.start_soon(end_with_the_process)
+                    await self._apply()
+                    tasks.start_soon(trainer.keep_telling)
+                    await trainer.run()
+                if scope.cancelled_caught:
+                    raise ComputeLost(compute.gone)
             except JigsawError as error:
                 failure = error  # raised outside the group, which would wrap it
             finally:

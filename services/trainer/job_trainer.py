@@ -98,7 +98,8 @@ class JobTrainer:
             await self._publication.model()
             await self._enter(Phase.DONE, self._step)
         finally:
-            await anyio.to_thread.run_sync(run_log.close)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(run_log.close)
 
     # --- start -------------------------------------------------------------------------------------------------------
 

@@ -117,6 +117,32 @@ async def test_a_process_that_is_killed_in_a_step_is_lost(model: Path) -> None:
         tasks.cancel_scope.cancel()
 
 
+async def test_a_process_that_dies_while_nothing_is_asked_of_it_is_told_of_at_once(model: Path) -> None:
+    async with running([]) as link:
+        await link.load(replay_job(), model=str(model), resume=[], cores=CORES)
+        assert link.gone == ""
+        process().send_signal(signal.SIGKILL)
+        with anyio.fail_after(5.0):
+            await link.until_lost()
+        assert link.gone == "the training process ended: signal SIGKILL"
+        with pytest.raises(ComputeLost, match="signal SIGKILL"):
+            await link.train(0, groups(0))
+
+
+async def test_a_request_that_fails_is_told_by_its_answer_alone(model: Path, tmp_path: Path) -> None:
+    async with running([]) as link:
+        await link.load(replay_job(), model=str(model), resume=[], cores=CORES)
+        with pytest.raises(ComputeFailed):
+            await link.write_policy(str(tmp_path / "nowhere" / "at all"))
+        with anyio.move_on_after(5.0):
+            while not link.gone:
+                await anyio.sleep(0.01)
+        assert link.gone
+        with anyio.move_on_after(0.1) as waited:
+            await link.until_lost()
+        assert waited.cancelled_caught
+
+
 async def test_without_units_a_step_waits_and_with_them_it_goes_on(model: Path) -> None:
     seen: list[wire.MicroBatchDone] = []
     async with running(seen) as link, anyio.create_task_group() as tasks:

@@ -202,11 +202,21 @@ async def test_one_that_wakes_after_the_end_brings_nothing_back(world: World, tm
         assert await client.keys(f"*{world.uid}*") == []
 
 
+async def test_a_training_process_that_dies_while_rollout_goes_on_is_replaced_meanwhile(world: World) -> None:
+    world.allowed = CHECKPOINT
+    await world.until_step_waits(CHECKPOINT, incarnation=1)
+    (child,) = world.trainers.children("t0")
+    child.kill()
+    await world.until_step_waits(CHECKPOINT, incarnation=2)
+    world.allowed = STEPS
+    (ended,) = await world.endings()
+    assert (ended.sender, ended.incarnation, ended.outcome) == ("t0", 2, m.Outcome.SUCCEEDED)
+
+
 async def test_one_whose_training_process_is_gone_when_it_wakes_does_not_take_the_job_back(world: World) -> None:
     await replace(world)
     for child in world.trainers.children("t0"):
         child.kill()
-    world.allowed = CHECKPOINT + 1  # it finds out when it has something to train on
     world.trainers.send_all("t0", signal.SIGCONT)
     await until(lambda: "superseded" in world.trainers.log("t0"), 20.0)
     assert await world.store.holder(world.uid) == 2
