@@ -30,7 +30,7 @@ from services.rollout.handover import Handover
 from services.rollout.intake import Intake
 from services.rollout.leases import Leases
 from services.rollout.policy_feed import PolicyFeed
-from services.rollout.runner import EngineLost, Lost, Tools, Trajectory
+from services.rollout.runner import EngineLost, GivenAway, Lost, Tools, Trajectory
 
 
 class JobRuntime:
@@ -225,6 +225,8 @@ class JobRuntime:
                 await bus.publish(task)
             elif state == "failed":
                 await bus.publish(m.following(task, m.TrajectorySettled, sender=sender, state="failed"))
+        except GivenAway as away:
+            self._log.info("trajectory_given_away", trajectory=str(trajectory.id), to=str(away))
         except Lost as lost:
             self._log.warning("trajectory_lost", trajectory=str(trajectory.id), reason=str(lost))
         finally:

@@ -138,7 +138,7 @@ class Leases:
         released: list[Released] = []
         for trajectory, answer in zip(chosen, await asyncio.gather(*releases), strict=True):
             if not isinstance(answer, StaleEpochError):
-                trajectory.lose(f"released to {to or 'anyone'}")
+                trajectory.give_away(to)
                 released.append(Released(trajectory.claim.spec, trajectory.claim.epoch + 1))
         self._log.info("released", trajectories=len(released), to=to or None)
         return released

@@ -29,6 +29,10 @@ class Lost(JigsawError):
     """This worker doesn't own the trajectory any more; whoever does goes on with it."""
 
 
+class GivenAway(Lost):
+    """This worker has let go of it in order, with every token that it had."""
+
+
 class EngineLost(JigsawError):
     """The engine process died under the trajectory, or was unloaded."""
 
@@ -74,7 +78,8 @@ class Trajectory:
         self._length = len(claim.tokens)
         self._unstored: list[TokenArray] = []
         self._turn: asyncio.Future[StopReason] | None = None
-        self._scope, self._lost, self._ending = anyio.CancelScope(), "", False
+        self._scope, self._ending = anyio.CancelScope(), False
+        self._left: Lost | None = None
 
     @property
     def id(self) -> TrajectoryId:
@@ -120,7 +125,14 @@ class Trajectory:
 
     def lose(self, why: str) -> None:
         """Someone else owns it now, or may: :meth:`run` ends here, wherever it is."""
-        self._lost = why
+        self._leave(Lost(why))
+
+    def give_away(self, to: str) -> None:
+        """It was let go to an instance, or ("") to whoever claims it: :meth:`run` ends here, likewise."""
+        self._leave(GivenAway(to or "anyone"))
+
+    def _leave(self, how: Lost) -> None:
+        self._left = self._left or how  # that writes are refused from now on is what follows
         self._scope.cancel()
 
     def lease_refused(self, why: str) -> None:
@@ -134,12 +146,13 @@ class Trajectory:
         """Drive it to its end; returns once *finished*, a failed attempt or its engine's death is stored.
 
         Raises:
+            GivenAway: it was let go in order.
             Lost: someone else owns it now.
         """
         with self._scope:
             await self._run_to_an_end()
-        if self._lost:
-            raise Lost(self._lost)
+        if self._left is not None:
+            raise self._left
 
     async def _run_to_an_end(self) -> None:
         end: Finish | Fail | Die

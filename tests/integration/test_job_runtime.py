@@ -9,6 +9,7 @@ import anyio
 import psutil
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from libs.common import messages as m
 from libs.common import subjects
@@ -100,6 +101,19 @@ async def test_moved_trajectories_equal_undisturbed_ones(rollouts: Open) -> None
     await other.bus.ensure_consumer(m.StartRollout, subjects.tasks_consumer(other.uid), job_uid=other.uid)
     await other.publish_policy()
     assert ids_of(done) == await undisturbed(other, 4)
+
+
+async def test_a_planned_move_is_told_and_is_no_loss(rollouts: Open) -> None:
+    world = await rollouts(job_of(rollout={"engine_args": SLOW}))
+    with capture_logs() as lines:
+        async with world.instance("source") as source, world.instance("target", max_running=0):
+            await world.issue(2)
+            await world.until(begun)
+            await source.release(2, target=f"target-{world.uid}")
+            await world.until(lambda records: all(record.owner.startswith("target") for record in records))
+    told = [(line["log_level"], line["to"]) for line in lines if line["event"] == "trajectory_given_away"]
+    assert told[:2] == [("info", f"target-{world.uid}")] * 2
+    assert [line for line in lines if line["log_level"] == "warning"] == []
 
 
 async def test_what_a_target_does_not_adopt_is_anyones_after_a_moment(rollouts: Open) -> None:
