@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Self, TypeVar
+from uuid import uuid4
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -34,6 +35,9 @@ from libs.common.tables import Table
 ACK_WAIT_S = 30.0
 REWARD_ACK_WAIT_S = 10.0
 """A living reward service says every few seconds what it works on; what a dead one had fetched waits for this long."""
+
+REQUEST_ID = "Jigsaw-Request-Id"
+"""Header by which an instance knows a request again that is repeated."""
 
 M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
@@ -235,16 +239,19 @@ class Bus:
     # --- request and reply -----------------------------------------------------------------------------------------
 
     async def request(self, instance: str, request: m.Message, *, timeout_s: float = 5.0) -> m.Answer:
-        """Ask one instance for something, and wait for its answer. A call that the server's absence swallowed is repeated.
+        """Ask one instance for something, and wait for its answer.
+
+        A call that the server's absence swallowed is repeated; if only its answer was, it is answered as the first time.
 
         Raises:
             NodeError: the server is there, but nobody answers, or it refuses.
         """
         subject, asked = subjects.request_subject(instance, type(request)), subjects.REQUESTS[type(request)]
+        headers = {REQUEST_ID: uuid4().hex}
 
         async def attempt() -> m.AnyMessage:
             try:
-                reply = await self.client.request(subject, m.encode(request), timeout=timeout_s)
+                reply = await self.client.request(subject, m.encode(request), timeout=timeout_s, headers=headers)
             except (NoRespondersError, NatsTimeoutError) as error:
                 raise NodeError(f"{instance} doesn't answer {asked!r}: {error}") from None
             return m.decode(reply.data)

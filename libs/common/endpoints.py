@@ -1,9 +1,13 @@
 """What an instance can be asked: request-reply endpoints, registered through ``nats.micro``.
 
 So the ecosystem's own tools (``nats micro ls``, ``info``, ``stats``) see every instance and count its requests.
+
+A request that is repeated, because its answer was lost with the connection, is answered as the first time and not carried
+out again: letting go of three trajectories twice would be letting go of six.
 """
 
 import importlib.metadata
+import time
 from collections.abc import Awaitable, Callable
 from typing import Self, TypeVar
 
@@ -14,10 +18,15 @@ from structlog.typing import FilteringBoundLogger
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.bus import Bus
+from libs.common.bus import REQUEST_ID, Bus
+from libs.common.connection import say
 from libs.common.errors import JigsawError
+from libs.common.patience import PATIENCE_S
 
 R = TypeVar("R", bound=m.Message)
+
+REMEMBERED_S = 2 * PATIENCE_S
+"""A request isn't repeated for longer than patience lasts."""
 
 
 class Endpoints:
@@ -25,6 +34,7 @@ class Endpoints:
 
     def __init__(self, service: Service, *, instance: str, log: FilteringBoundLogger) -> None:
         self._service, self._instance, self._log = service, instance, log
+        self._answered: dict[str, tuple[float, bytes]] = {}  # by the request's id, oldest first
 
     @classmethod
     async def register(cls, bus: Bus, role: str, *, instance: str, log: FilteringBoundLogger) -> Self:
@@ -43,19 +53,35 @@ class Endpoints:
     async def answer(self, kind: type[R], handler: Callable[[R], Awaitable[m.Answer]]) -> None:
         """Answer requests of a kind; a :class:`JigsawError` of the handler is a refusal with its text."""
 
-        async def respond(request: Request) -> None:
+        async def respond(request: Request) -> None:  # one at a time
+            id = (request.headers or {}).get(REQUEST_ID)
+            if id is not None and id in self._answered:
+                _, data = self._answered[id]
+            else:
+                data = await reply(request.data)
+                self._remember(id, data)
+            await say(request.respond(data))
+
+        async def reply(data: bytes) -> bytes:
             try:
-                asked = m.decode(request.data)
+                asked = m.decode(data)
                 if not isinstance(asked, kind):
                     raise JigsawError(f"{type(asked).__name__} came where {kind.__name__} was expected")
                 answer = await handler(asked)
             except JigsawError as error:
                 self._log.warning("request_refused", request=subjects.REQUESTS[kind], reason=str(error))
                 answer = m.Answer(sender=self._instance, refused=str(error))
-            await request.respond(m.encode(answer))
+            return m.encode(answer)
 
         subject = subjects.request_subject(self._instance, kind)
         await self._service.add_endpoint(name=subjects.REQUESTS[kind], subject=subject, handler=respond)
+
+    def _remember(self, id: str | None, answer: bytes) -> None:
+        now = time.monotonic()
+        while self._answered and now - next(iter(self._answered.values()))[0] > REMEMBERED_S:
+            del self._answered[next(iter(self._answered))]
+        if id is not None:
+            self._answered[id] = (now, answer)
 
     async def _pong(self, _: m.Ping) -> m.Answer:
         return m.Answer(sender=self._instance)
