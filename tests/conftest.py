@@ -11,6 +11,7 @@ import structlog
 from libs.common.bus import Bus
 from libs.common.store import TrajectoryStore
 from libs.node.servers import start_nats, start_valkey
+from tests.store_servers import store_binaries
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,21 @@ def nats_url(servers_home: Path) -> Iterator[str]:
 def redis_url(servers_home: Path) -> Iterator[str]:
     """A Valkey server, shared by the run."""
     with start_valkey(servers_home) as server:
+        server.wait_until_answers()
+        yield server.url
+
+
+@pytest.fixture(scope="module", params=store_binaries())
+def store_binary(request: pytest.FixtureRequest) -> Path:
+    """Each of the servers that the store has to work on, in turn."""
+    binary: Path = request.param
+    return binary
+
+
+@pytest.fixture(scope="module")
+def every_redis_url(tmp_path_factory: pytest.TempPathFactory, store_binary: Path) -> Iterator[str]:
+    """A server of its own for a module of the store's tests."""
+    with start_valkey(tmp_path_factory.mktemp("store"), binary=store_binary) as server:
         server.wait_until_answers()
         yield server.url
 

@@ -169,13 +169,16 @@ def start_nats(home: Path, *, port: int | None = None) -> Server:
     return Server(name="NATS", scheme="nats", port=port, log=log, command=command, health=health)
 
 
-def start_valkey(home: Path, *, port: int | None = None) -> Server:
+def start_valkey(home: Path, *, port: int | None = None, binary: Path | None = None) -> Server:
     """Start Valkey on files in ``home``/valkey: nothing is evicted, appended to disk every second; ``port`` as above.
+
+    Args:
+        binary: of another Valkey or Redis than the one that would be found.
 
     Raises:
         NodeError: no binary, port taken, or home not writable.
     """
-    binary, port = binaries.valkey_server(), _usable_port("Valkey", port)
+    binary, port = binary or binaries.valkey_server(), _usable_port("Valkey", port)
     options = {
         "bind": HOST,
         "port": str(port),

@@ -38,9 +38,9 @@ def nats_server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def valkey_server(tmp_path: Path) -> Iterator[Server]:
-    """A Valkey server of the test's own."""
-    with start_valkey(tmp_path) as server:
+def valkey_server(tmp_path: Path, store_binary: Path) -> Iterator[Server]:
+    """A Valkey or Redis server of the test's own."""
+    with start_valkey(tmp_path, binary=store_binary) as server:
         server.wait_until_answers()
         yield server
 
@@ -171,8 +171,8 @@ async def test_everyone_at_the_store_goes_on(valkey_server: Server, store: Traje
     assert set(safe) <= set(await store.members(JOB))
 
 
-async def test_a_store_that_still_loads_its_files_is_waited_for(tmp_path: Path) -> None:
-    with start_valkey(tmp_path) as quick:
+async def test_a_store_that_still_loads_its_files_is_waited_for(tmp_path: Path, store_binary: Path) -> None:
+    with start_valkey(tmp_path, binary=store_binary) as quick:
         quick.wait_until_answers()
         store = await TrajectoryStore.connect(quick.url)
         await store.install(replace=True)

@@ -1,4 +1,4 @@
-"""The trajectory store against a real Valkey server: one life of a trajectory, and everyone who may not write."""
+"""The trajectory store against real servers: one life of a trajectory, and everyone who may not write."""
 
 import asyncio
 from typing import Any
@@ -53,6 +53,12 @@ async def read_one(store: TrajectoryStore, id: TrajectoryId) -> Record:
     (record,) = await store.read([id])
     assert record is not None
     return record
+
+
+@pytest.fixture
+def redis_url(every_redis_url: str) -> str:
+    """Each of the servers that the store has to work on, in turn."""
+    return every_redis_url
 
 
 async def test_a_whole_life(store: TrajectoryStore, job_uid: str) -> None:

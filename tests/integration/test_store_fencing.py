@@ -156,6 +156,12 @@ async def shortest(wrong: Wrong, player: Player) -> Wrong:
 
 
 @pytest.fixture
+def redis_url(every_redis_url: str) -> str:
+    """Each of the servers that the store has to work on, in turn."""
+    return every_redis_url
+
+
+@pytest.fixture
 async def player(store: TrajectoryStore, redis_url: str, job_uid: str) -> AsyncIterator[Player]:
     """On the run's server."""
     redis = Redis.from_url(redis_url)
