@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import anyio
 import msgspec
@@ -22,19 +22,18 @@ import msgspec
 from benchmarks.report import Readings, Report
 from benchmarks.rollout_workers import LOOK_S, POLICY, RolloutWorkers, rollout_workers
 from libs.common import messages as m
-from libs.common.child import Child
+from libs.common.changes import Changes
 from libs.common.errors import JigsawError
 from libs.common.job import Job
+from libs.common.logging import configure
 from libs.common.trajectory import Record, TrajectoryId
 from services.rollout import wire
 from services.rollout.engine import TurnRequest
-from services.rollout.vllm_engine import engine_environment
+from services.rollout.engine_link import EngineLink
 
 AT, LENGTH = 16, 48
 """Tokens that a trajectory has when it is moved, at least, and at its end."""
 TRIES = 2
-
-Said = TypeVar("Said", bound=msgspec.Struct)
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -52,69 +51,49 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class BareEngine:
-    """An engine process without a service, as the service starts it: for what a prefill takes by itself."""
+    """An engine process without a service around it: for what a prefill takes by itself."""
 
-    def __init__(self, child: "Child[wire.FromEngine]") -> None:
-        self._child, self._said = child, child.receive()
+    def __init__(self, job: Job, *, core: int) -> None:
+        self._job = job
+        self._link = EngineLink(job, cores=[core], receiver=self._take, log=configure(instance="benchmark", level="error"))
+        self._waiting: set[str] = set()
+        self._changes = Changes()
 
     @classmethod
-    async def load(cls, job: Job, model: Path, *, core: int) -> Self:
-        """Start one on a core and load the model."""
-        rollout = job.rollout
-        child = await Child.start(
-            "services.rollout.engine_process",
-            rollout.engine,
-            receives=wire.FROM_ENGINE,
-            environment=engine_environment(threads=1),
-            cores=[core],
-        )
-        engine = cls(child)
-        await engine._expect(wire.Started)
-        await child.send(
-            wire.Load(
-                kind=rollout.engine,
-                replay=rollout.engine_args,
-                dtype=job.model.dtype,
-                max_context=job.model.max_context,
-                max_running=rollout.max_running,
-                kv_memory_mb=rollout.kv_memory_mb,
-                compile=rollout.compile,
-                version=POLICY,
-                directory=str(model),
-                cores=[core],
-                flush_tokens=rollout.checkpoint_tokens,
-                flush_ms=rollout.checkpoint_ms,
-            )
-        )
-        await engine._expect(wire.Loaded)
-        await child.send(wire.SetUnits((0,), revision=1))
-        await engine._expect(wire.UnitsApplied)
-        return engine
+    @asynccontextmanager
+    async def loaded(cls, job: Job, model: Path, *, core: int) -> AsyncIterator[Self]:
+        """One that runs on a core as long as the context lasts."""
+        engine = cls(job, core=core)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine._link.run)
+            await engine._load(model)
+            yield engine
+            await engine._link.stop()
 
     async def prefill(self, records: Sequence[Record]) -> float:
         """Seconds until these sequences, begun at once, have a new token each."""
         requests = [_turn(record) for record in records]
-        waiting = {request.key for request in requests}
+        keys = [request.key for request in requests]
+        self._waiting = set(keys)
         started = time.monotonic()
-        await self._child.send(wire.Begin(requests))
-        while waiting:
-            progress = await self._expect(wire.Progress)
-            waiting -= {segment.key for segment in progress.segments}
+        for request in requests:
+            await self._link.begin(request)
+        await self._changes.until(lambda: not self._waiting)
         taken = time.monotonic() - started
-        await self._child.send(wire.Drop(1, [request.key for request in requests]))
-        await self._expect(wire.Dropped)
+        await self._link.drop(keys)
         return taken
 
-    async def stop(self) -> None:
-        """End it."""
-        await self._child.stop()
+    async def _load(self, model: Path) -> None:
+        self._link.want_policy(POLICY, model)
+        await self._link.set_units((0,), revision=1, memory_mb=self._job.rollout.kv_memory_mb)
+        await self._link.available()
 
-    async def _expect(self, kind: type[Said]) -> Said:
-        """The next message of a kind; others are skipped."""
-        async for said in self._said:
-            if isinstance(said, kind):
-                return said
-        raise JigsawError(f"the bare engine ended before it said {kind.__name__}: {await self._child.ended()}")
+    async def _take(self, said: wire.FromEngine) -> None:
+        if isinstance(said, wire.StepFailed):
+            raise JigsawError(f"the bare engine is lost: {said.error}")
+        if isinstance(said, wire.Progress):
+            self._waiting -= {segment.key for segment in said.segments}
+        self._changes.notify()
 
 
 def _turn(record: Record) -> TurnRequest:
@@ -146,30 +125,26 @@ async def measure(report: Report, name: str, *, job: Job, model: Path, home: Pat
         JigsawError: too many trajectories ended before they could be moved.
     """
     readings: list[Reading] = []
-    async with rollout_workers(home, job, model) as workers:
+    async with rollout_workers(home, job, model) as workers, BareEngine.loaded(job, model, core=workers.cores[1]) as bare:
         await workers.allow(workers.instances[0], max_running=job.rollout.max_running)
-        bare = await BareEngine.load(job, model, core=workers.cores[1])
         draw = random.Random(0)
-        try:
-            for number in range(TRIES * (moves + 1)):
-                if len(readings) > moves:
-                    break
-                reading = await _read(workers, bare, number, moment=draw.random())
-                if reading is None:
-                    report.say(f"{name}: it had ended before it could be moved, and is left out")
-                    continue
-                readings.append(reading)
-                took = f"first tokens after {reading.move.first_tokens:.3f} s, prefill {reading.prefill:.3f} s"
-                report.say(f"{name}: {took}, by a bare engine {reading.bare:.3f} s")
-        finally:
-            await bare.stop()
+        for _ in range(TRIES * (moves + 1)):
+            if len(readings) > moves:
+                break
+            reading = await _read(workers, bare, moment=draw.random())
+            if reading is None:
+                report.say(f"{name}: it had ended before it could be moved, and is left out")
+                continue
+            readings.append(reading)
+            took = f"first tokens after {reading.move.first_tokens:.3f} s, prefill {reading.prefill:.3f} s"
+            report.say(f"{name}: {took}, by a bare engine {reading.bare:.3f} s")
     _note(report, name, readings[1:])
 
 
-async def _read(workers: RolloutWorkers, bare: BareEngine, number: int, *, moment: float) -> Reading | None:
+async def _read(workers: RolloutWorkers, bare: BareEngine, *, moment: float) -> Reading | None:
     """One step, moved once it is under way and a part, ``moment``, of a decode step later."""
     source, target = workers.instances[:2]
-    async with workers.step(number=number) as ids, _prefills(workers, target) as told:
+    async with workers.step() as ids, _prefills(workers, target) as told:
         begun = await workers.until(ids, lambda records: all(len(record.tokens) >= 1 for record in records))
         reached = await workers.until(ids, lambda records: all(len(record.tokens) >= AT for record in records))
         step = (reached - begun) / (AT - 1)

@@ -116,7 +116,7 @@ async def _kill(workers: RolloutWorkers, number: int, victim: str) -> Kill:
     for instance in (victim, survivor):
         await workers.allow(instance, max_running=half)
     generated = Generated(victim)
-    async with _telemetry(workers, generated), workers.step(number=number) as ids:
+    async with _telemetry(workers, generated), workers.step() as ids:
         await workers.until(ids, partial(_begun, at_least=half + 1))
         await workers.allow(survivor, max_running=2 * half)  # it has room, and goes on with its own
         await anyio.sleep(MOMENTS[number % len(MOMENTS)] * workers.job.rollout.checkpoint_ms / 1000)

@@ -23,12 +23,12 @@ from libs.common.errors import JigsawError
 from libs.common.job import Job
 from libs.common.logging import configure
 from libs.common.policy_store import PolicyStore
-from libs.common.settings import Addresses, NodeSettings, default_settings, save_settings
+from libs.common.settings import Addresses, NodeSettings, default_settings
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
 from libs.common.trajectory import Record, TrajectoryId, TrajectorySpec
 from libs.environments.registry import make_environment
-from libs.node.processes import ServiceProcess
+from libs.node.processes import planned
 from libs.node.servers import start_nats, start_valkey
 from services.trainer.gather import Gatherer, Waits
 from services.trainer.job_data import JobData
@@ -81,13 +81,13 @@ class RolloutWorkers:
                     return
 
     @asynccontextmanager
-    async def step(self, *, number: int) -> AsyncIterator[list[TrajectoryId]]:
+    async def step(self) -> AsyncIterator[list[TrajectoryId]]:
         """A step's trajectories, issued and looked after as long as the context lasts; then forgotten."""
         specs = self._data.training_groups(self.job.rollout.batch, step=POLICY.step)
         ids = [spec.id for group in specs for spec in group]
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._gather, StepLedger(step=number, replacements=0), specs)
+                tasks.start_soon(self._gather, StepLedger(step=POLICY.step, replacements=0), specs)
                 yield ids
                 tasks.cancel_scope.cancel()
         finally:
@@ -185,21 +185,9 @@ async def _services(
     tasks: TaskGroup, workers: RolloutWorkers, settings: NodeSettings, addresses: Addresses
 ) -> AsyncIterator[None]:
     """The rollout services, started again when they die, and gone at the end."""
-    home = Path(settings.home)
-    save_settings(settings, home / "settings.toml")
-    source = str(Path(__file__).parents[1])
-    environment = {**addresses.to_environment(), "PYTHONPATH": source, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    services = [
-        ServiceProcess(
-            role="rollout",
-            instance=instance,
-            settings=home / "settings.toml",
-            home=home,
-            environment=environment,
-            log=configure(instance="benchmark", level="error"),
-        )
-        for instance in workers.instances
-    ]
+    services = planned(
+        ["rollout"] * len(workers.instances), settings, addresses, log=configure(instance="benchmark", level="error")
+    )
     for service in services:
         tasks.start_soon(service.keep_running)
     try:

@@ -1,4 +1,4 @@
-"""One service process of the embedded node: started in a session of its own, restarted when it dies, ended for good."""
+"""The service processes of the embedded node: each in a session of its own, restarted when it dies, ended for good."""
 
 import asyncio
 import os
@@ -6,13 +6,14 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from structlog.typing import FilteringBoundLogger
 
 from libs.common.child import die_with_parent
 from libs.common.errors import NodeError
+from libs.common.settings import Addresses, NodeSettings, save_settings
 from libs.node.servers import last_line
 
 RESTARTS = 5
@@ -119,3 +120,33 @@ class ServiceProcess:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # nobody is left in it
+
+
+def planned(
+    roles: Sequence[str], settings: NodeSettings, addresses: Addresses, *, log: FilteringBoundLogger
+) -> list[ServiceProcess]:
+    """A process for each of the roles, ``role-0``, ``role-1`` and so on, none of which runs yet.
+
+    Raises:
+        NodeError: their settings can't be written into the node's home.
+    """
+    home = Path(settings.home)
+    file = home / "settings.toml"
+    try:
+        save_settings(settings, file)
+    except OSError as error:
+        raise NodeError(f"{file} can't be written: {error.strerror}") from None
+    source = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [source, *settings.plugins.folders, os.environ.get("PYTHONPATH")]))
+    environment = {**addresses.to_environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    return [
+        ServiceProcess(
+            role=role,
+            instance=f"{role}-{roles[:index].count(role)}",
+            settings=file,
+            home=home,
+            environment=environment,
+            log=log,
+        )
+        for index, role in enumerate(roles)
+    ]

@@ -20,9 +20,9 @@ from structlog.typing import FilteringBoundLogger
 from libs.common.bus import Bus
 from libs.common.errors import JigsawError, NodeError, leaves
 from libs.common.messages import Ping
-from libs.common.settings import Addresses, NodeSettings, save_settings
+from libs.common.settings import Addresses, NodeSettings
 from libs.node.node_file import NodeFile, remove_node_file, sole_node, write_node_file
-from libs.node.processes import RESTARTS, Deaths, ServiceProcess
+from libs.node.processes import RESTARTS, Deaths, ServiceProcess, planned
 from libs.node.servers import Server, end_when_stuck, start_nats, start_valkey
 from libs.node.space import require_space
 
@@ -113,7 +113,9 @@ class _Supervisor:
 
     async def _run(self, body: Callable[[Node], Awaitable[Result]], ports: Ports) -> Result:
         addresses = await self._start_servers(ports)
-        self._plan_services(addresses)
+        schedulers, rollouts = self._settings.scheduler.instances, self._settings.rollout.instances
+        roles = [*["scheduler"] * schedulers, "reward", "trainer", *["rollout"] * rollouts]
+        self._services = planned(roles, self._settings, addresses, log=self._log)
         node = Node(self._home, self._settings, addresses, [service.instance for service in self._services])
         async with anyio.create_task_group() as tasks:
             for server in self._servers:
@@ -134,29 +136,6 @@ class _Supervisor:
             await anyio.to_thread.run_sync(server.wait_until_answers, abandon_on_cancel=True)
         nats, redis = self._servers
         return Addresses(nats.url, redis.url)
-
-    def _plan_services(self, addresses: Addresses) -> None:
-        file = self._home / "settings.toml"
-        try:
-            save_settings(self._settings, file)
-        except OSError as error:
-            raise NodeError(f"{file} can't be written: {error.strerror}") from None
-        source = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [source, *self._settings.plugins.folders, os.environ.get("PYTHONPATH")]))
-        environment = {**addresses.to_environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-        schedulers, rollouts = self._settings.scheduler.instances, self._settings.rollout.instances
-        roles = [*["scheduler"] * schedulers, "reward", "trainer", *["rollout"] * rollouts]
-        for index, role in enumerate(roles):
-            self._services.append(
-                ServiceProcess(
-                    role=role,
-                    instance=f"{role}-{roles[:index].count(role)}",
-                    settings=file,
-                    home=self._home,
-                    environment=environment,
-                    log=self._log,
-                )
-            )
 
     async def _keep_running(self, server: Server) -> None:
         """Start a server that ended again: it goes on from its files, and the services wait for it.
