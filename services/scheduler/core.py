@@ -25,6 +25,9 @@ from services.scheduler.telemetry import Telemetry, does_work
 from services.scheduler.view import View
 from services.scheduler.workers import Workers
 
+SWEPT = 10
+"""A job that ended so many sweeps' waits ago is taken to be swept: one of all leaders since has lived for long enough."""
+
 REVISIONS_PER_TERM = 10**9
 """A term's revisions begin at its number times this, so that they can be read: 3000000017 is the 17th of the third term."""
 
@@ -125,8 +128,9 @@ class Scheduler:
         for record in sorted(event.jobs, key=lambda record: (record.submitted_at, record.job_uid)):
             if record.state is m.JobState.ENDED:
                 self._ended.add(record.job_uid)
-                if now - (record.ended_at or 0.0) < 2 * self._limits.sweep_s:  # the one before may not have come to it
-                    self._sweeps[record.job_uid] = self._now_s + self._limits.sweep_s
+                age_s, sweep_s = now - (record.ended_at or 0.0), self._limits.sweep_s
+                if age_s < SWEPT * sweep_s:  # those before may not have come to it, however many there were
+                    self._sweeps[record.job_uid] = self._now_s + max(0.0, sweep_s - age_s)
             else:
                 self._add(record)
         self._allocations = {(a.instance, a.job_uid): a for a in event.allocations}
