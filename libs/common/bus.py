@@ -34,7 +34,7 @@ from libs.common.tables import Table
 
 ACK_WAIT_S = 30.0
 REWARD_ACK_WAIT_S = 10.0
-"""A living reward service says every few seconds what it works on; what a dead one had fetched waits for this long."""
+"""What a reward service had fetched comes again so long after it last said that it works on it."""
 
 REQUEST_ID = "Jigsaw-Request-Id"
 """Header by which an instance knows a request again that is repeated."""
@@ -86,11 +86,15 @@ class Bus:
         """Send what is under way and close."""
         await self._connection.close()
 
-    async def set_up(self) -> None:
-        """Create streams, buckets and the consumer that all jobs share; safe to repeat. The scheduler alone does this."""
+    async def set_up(self, *, reward_ack_wait_s: float = REWARD_ACK_WAIT_S) -> None:
+        """Create streams, buckets and the consumer that all jobs share; safe to repeat. The scheduler alone does this.
+
+        Args:
+            reward_ack_wait_s: how long what a reward service has fetched and doesn't speak of waits for another one.
+        """
         await self.ask(lambda: streams.create(self._js))
         finished = subjects.subscription(m.TrajectoryFinished)
-        await self._ensure(m.TrajectoryFinished, subjects.REWARD_CONSUMER, finished, ack_wait_s=REWARD_ACK_WAIT_S)
+        await self._ensure(m.TrajectoryFinished, subjects.REWARD_CONSUMER, finished, ack_wait_s=reward_ack_wait_s)
         await self.ask(lambda: self._js.create_object_store(subjects.BLOBS))
 
     async def wait_until_set_up(self, timeout_s: float) -> None:

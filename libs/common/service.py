@@ -88,7 +88,7 @@ async def _serve(shell: _Shell) -> None:
         try:
             await store.install(replace=shell.sets_up_bus)
             if shell.sets_up_bus:
-                await bus.set_up()
+                await bus.set_up(reward_ack_wait_s=shell.settings.worker_lost_s)
             else:
                 await bus.wait_until_set_up(SET_UP_PATIENCE_S)
             endpoints = await Endpoints.register(bus, shell.role, instance=shell.instance, log=shell.log)

@@ -84,7 +84,8 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         home: folder of logs, checkpoints, uploaded data and the embedded servers' files.
         policy_url: where policy versions lie (fsspec URL or folder); None: inside ``home``.
-        worker_lost_s: a worker that hasn't been heard of for this long is gone.
+        worker_lost_s: a worker that hasn't been heard of for this long is gone; what a reward service was scoring then goes
+            to another.
     """
 
     home: str

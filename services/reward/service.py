@@ -24,16 +24,19 @@ from services.reward.pool import ScorerPool
 
 CONCURRENT = 64
 NO_WORK_WAIT_S = 5.0
-KEEP_ALIVE_S = 3.0
+KEEP_ALIVES = 5
+"""So often does it say what it works on within the time after which that goes to another."""
+
 RETRY_S = 1.0
 
 
 async def serve(context: Context) -> None:
-    """Run until told to stop; what is being scored then is delivered again to another instance."""
+    """Run until told to stop; what is being scored then goes to another instance at once."""
     service = RewardService(context)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(service.run, tasks)
         await context.stopping.wait()
+        await service.pull_no_more()
         tasks.cancel_scope.cancel()
     await service.close()
 
@@ -49,17 +52,25 @@ class RewardService:
         self._opening = anyio.Lock()
         self._outstanding: set[Delivery] = set()
         self._changes = Changes()
+        self._pulling, self._pulled = anyio.CancelScope(), anyio.Event()
 
     async def run(self, tasks: TaskGroup) -> None:
         """Take finished trajectories while there is room."""
         tasks.start_soon(self._commits.run)
         tasks.start_soon(self._keep_alive)
         tasks.start_soon(self._forget_ended_jobs)
-        puller = await self._context.bus.pull(m.TrajectoryFinished, REWARD_CONSUMER)
-        while True:
-            await self._changes.until(lambda: len(self._outstanding) < CONCURRENT)
-            room = CONCURRENT - len(self._outstanding)
-            await self._take(await puller.fetch(room, wait_s=NO_WORK_WAIT_S), tasks)
+        with self._pulling:
+            puller = await self._context.bus.pull(m.TrajectoryFinished, REWARD_CONSUMER)
+            while True:
+                await self._changes.until(lambda: len(self._outstanding) < CONCURRENT)
+                room = CONCURRENT - len(self._outstanding)
+                await self._take(await puller.fetch(room, wait_s=NO_WORK_WAIT_S), tasks)
+        self._pulled.set()
+
+    async def pull_no_more(self) -> None:
+        """Withdraw from the queue: else what is given back next would come here again."""
+        self._pulling.cancel()
+        await self._pulled.wait()
 
     async def close(self) -> None:
         """End all workers."""
@@ -80,7 +91,7 @@ class RewardService:
                 tasks.start_soon(self._settle_within, delivery, event, record)
 
     async def _settle_within(self, delivery: Delivery, event: m.TrajectoryFinished, record: Record) -> None:
-        """Settle a record, unless its job ends meanwhile: then the delivery comes again, and finds no job."""
+        """Settle a record, unless its job ends meanwhile."""
         scopes = self._scoring[event.job_uid]
         with anyio.CancelScope() as scope:
             scopes.add(scope)
@@ -90,7 +101,10 @@ class RewardService:
                 scopes.discard(scope)
 
     async def _settle(self, delivery: Delivery, event: m.TrajectoryFinished, record: Record) -> None:
-        """Score a record unless it is settled already, tell its trainer, acknowledge."""
+        """Score a record unless it is settled already, tell its trainer, acknowledge.
+
+        Cut short, because this service or the job ends, it has the delivery come again: to another instance, or to no job.
+        """
         try:
             state: str = record.state
             if state == "finished":
@@ -110,6 +124,10 @@ class RewardService:
                 told = m.following(event, m.TrajectorySettled, sender=self._context.instance, state=state)
                 await self._context.bus.publish(told)
             await delivery.ack()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await delivery.retry(after_s=0.0)
+            raise
         finally:
             self._outstanding.discard(delivery)
             self._changes.notify()
@@ -139,7 +157,7 @@ class RewardService:
     async def _keep_alive(self) -> None:
         """Tell the bus that slow scores are being worked on, well inside its patience."""
         while True:
-            await anyio.sleep(KEEP_ALIVE_S)
+            await anyio.sleep(self._context.settings.worker_lost_s / KEEP_ALIVES)
             for delivery in list(self._outstanding):
                 await delivery.extend()
 

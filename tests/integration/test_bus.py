@@ -32,6 +32,13 @@ async def test_set_up_can_be_repeated(bus: Bus) -> None:
     await bus.wait_until_set_up(1.0)
 
 
+async def test_how_long_what_a_reward_service_fetched_waits_can_be_changed(bus: Bus) -> None:
+    await bus.set_up(reward_ack_wait_s=2.0)
+    info = await bus.js.consumer_info("TRAJECTORIES", subjects.REWARD_CONSUMER)
+    await bus.set_up()
+    assert info.config.ack_wait == 2.0
+
+
 async def test_waiting_for_a_set_up_that_never_comes_ends(bus: Bus) -> None:
     for stream in await bus.client.jetstream().streams_info():
         await bus.client.jetstream().delete_stream(str(stream.config.name))

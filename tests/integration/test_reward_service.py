@@ -14,7 +14,7 @@ import pytest
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.bus import Bus
+from libs.common.bus import REWARD_ACK_WAIT_S, Bus
 from libs.common.job import job_from
 from libs.common.settings import Addresses, NodeSettings, PluginSettings, default_settings
 from libs.common.store import TrajectoryStore
@@ -178,6 +178,22 @@ async def test_what_a_killed_service_was_scoring_is_scored_once_by_another(
     assert (record.state, record.reward) == ("scored", 1.0)
     assert [(told.sender, told.state) for told in await job.told(count=1)] == [("r1", "scored")]
     await until(lambda: not any(worker.is_running() for worker in workers), 5.0)
+
+
+async def test_what_a_service_was_scoring_as_it_was_told_to_end_goes_to_another_at_once(
+    bus: Bus, store: TrajectoryStore, job_uid: str, rewards: Services, tmp_path: Path
+) -> None:
+    await bus.ensure_consumer(m.TrajectorySettled, subjects.settled_consumer(job_uid), job_uid=job_uid)
+    job = Scoring(bus, store, job_uid)
+    await rewards.start("reward", "r0")
+    id = await being_scored(job, tmp_path)
+    await rewards.start("reward", "r1")
+    rewards.send("r0", signal.SIGTERM)
+    await until((tmp_path / "call-1").exists, REWARD_ACK_WAIT_S / 2)
+    (tmp_path / "go").touch()
+    assert (await job.settled(id)).reward == 1.0
+    assert await rewards.ended("r0") == 0
+    assert [(told.sender, told.state) for told in await job.told(count=1)] == [("r1", "scored")]
 
 
 async def test_the_verdict_of_a_service_that_was_frozen_over_another_ones_changes_nothing(
