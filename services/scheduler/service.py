@@ -27,6 +27,9 @@ from services.scheduler.policies.registry import policy_named
 
 TICK_S = 1.0
 EVENTS_WAITING = 1024
+SWEEP = 3.0
+"""An ended job is swept so many times later as a worker counts as lost: nobody who stops in order needs that long."""
+
 PULL_AT_ONCE = 64
 PULL_WAIT_S = 0.5
 """Also how long a standby waits at most for a leader that ends in order."""
@@ -108,7 +111,8 @@ async def lead(context: Context, leadership: Leadership, term: int) -> None:
     """Schedule; returns after the events that had come in before ``context.stopping`` are dealt with."""
     settings = context.settings
     policy = policy_named(settings.scheduler.policy)
-    scheduler = Scheduler(instance=context.instance, policy=policy, limits=Limits(worker_lost_s=settings.worker_lost_s))
+    limits = Limits(worker_lost_s=settings.worker_lost_s, sweep_s=SWEEP * settings.worker_lost_s)
+    scheduler = Scheduler(instance=context.instance, policy=policy, limits=limits)
     tables = await Tables.open(context)
     await context.bus.take_job_queue(subjects.jobs_consumer(term))
     effects = Effects(context, tables, leadership)
