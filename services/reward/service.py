@@ -64,7 +64,9 @@ class RewardService:
             while True:
                 await self._changes.until(lambda: len(self._outstanding) < CONCURRENT)
                 room = CONCURRENT - len(self._outstanding)
-                await self._take(await puller.fetch(room, wait_s=NO_WORK_WAIT_S), tasks)
+                deliveries = await puller.fetch(room, wait_s=NO_WORK_WAIT_S)
+                with anyio.CancelScope(shield=True):  # so that what was fetched is given back with the rest
+                    await self._take(deliveries, tasks)
         self._pulled.set()
 
     async def pull_no_more(self) -> None:

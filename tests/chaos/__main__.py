@@ -1,7 +1,8 @@
 """``make chaos``: campaign after campaign, each from a seed of its own, until so many faults have struck.
 
-What is done is written down after each campaign, and isn't done again when the command is given again. A campaign that fails
-is written down too, with its cluster's files kept; the others go on.
+What is done is written down after each campaign, and the next one begins with a seed that hasn't been used, also when the
+command is given again. A campaign that fails is written down too, with its cluster's files kept; the others go on. Every
+``MODEL_EVERY``-th seed attacks jobs on a tiny model with vLLM, the others attack replays.
 """
 
 import asyncio
@@ -16,11 +17,16 @@ import structlog
 import typer
 
 from libs.common.errors import leaves
-from tests.chaos.campaign import Report, Workload, planned, run_campaign
-from tests.chaos.jobs import replayed_jobs
+from tests.chaos.campaign import Report, Workload, run_campaign
+from tests.chaos.invariants import check_same_weights
+from tests.chaos.jobs import model_jobs, replayed_jobs
+from tests.chaos.plan import planned
 from tests.tiny_model import build_tiny_model
 
 PER_CAMPAIGN = 84
+MODEL_EVERY = 8
+ON_MODEL = 24
+"""Faults of a campaign on a model, whose engines take seconds to come back."""
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -32,8 +38,9 @@ class Done(msgspec.Struct, frozen=True):
 
 
 def main(
-    faults: Annotated[int, typer.Option(min=1, help="How many faults are to strike in all.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the first campaign; the next ones count up.")] = 1000,
+    faults: Annotated[int, typer.Option(min=1, help="How many faults are to strike in all, at least.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first campaign; used ones are passed over.")] = 1000,
+    only: Annotated[int | None, typer.Option(min=0, help="Repeat the campaign of this seed, and nothing else.")] = None,
     folder: Annotated[Path, typer.Option(help="Where results and the files of failed campaigns go.")] = Path("runs/chaos"),
 ) -> None:
     """Attack clusters until so many faults have struck; exit 1 if an invariant was ever broken."""
@@ -42,33 +49,51 @@ def main(
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger("critical")
     )  # the services have logs of their own
+    if only is not None:
+        _tell([one := _run(folder / f"again-{only}", only)])
+        sys.exit(bool(one.failure))
     results = folder / "campaigns.jsonl"
     done = _read(results)
     while (struck := sum(len(one.report.struck) for one in done)) < faults:
-        number = seed + len(done)
+        number = max([seed, *(one.seed + 1 for one in done)])
         print(f"{struck} of {faults} faults have struck; campaign {number} …", flush=True)
-        one = _run(folder, number, min(PER_CAMPAIGN, faults - struck))
+        one = _run(folder / f"campaign-{number}", number)
         done.append(one)
         with results.open("ab") as file:
             file.write(msgspec.json.encode(one) + b"\n")
-        print(f"{one.report.jobs} jobs, {one.report.seconds:.0f} s{one.failure and ', FAILED: ' + one.failure}", flush=True)
         if not one.report.struck:
             sys.exit("no fault struck at all: the next campaign wouldn't do better")
     _tell(done)
     sys.exit(any(one.failure for one in done))
 
 
-def _run(folder: Path, seed: int, count: int) -> Done:
-    home = folder / f"campaign-{seed}"
+def _run(home: Path, seed: int) -> Done:
+    """Run a campaign with its files in ``home``, which stay if it fails, and tell how it went."""
+    report = Report()
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
-    workload, report = Workload(replayed_jobs(home, build_tiny_model(folder / "model"))), Report()
     try:
-        asyncio.run(run_campaign(home, workload, planned(seed, count), seed=seed, report=report))
+        _attack(home, build_tiny_model(home.parent / "model"), seed=seed, report=report)
     except Exception as error:  # whatever it is, the next campaign begins from nothing
-        return Done(seed, report, "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error)))
-    shutil.rmtree(home)
-    return Done(seed, report)
+        done = Done(seed, report, "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error)))
+    else:
+        shutil.rmtree(home)
+        done = Done(seed, report)
+    jobs = f"{report.jobs} jobs, {report.cancelled} more cancelled"
+    print(f"{len(report.struck)} faults, {jobs}, {report.seconds:.0f} s", flush=True)
+    if done.failure:
+        print(f"FAILED: {done.failure}\nAgain: python -m tests.chaos --only {seed}; its files: {home}", flush=True)
+    return done
+
+
+def _attack(home: Path, model: Path, *, seed: int, report: Report) -> None:
+    if seed % MODEL_EVERY:
+        workload = Workload(replayed_jobs(home, model))
+        asyncio.run(run_campaign(home, workload, planned(seed, PER_CAMPAIGN), seed=seed, report=report))
+    else:
+        workload = Workload(model_jobs(home, model), at_once=1, rollouts=1)
+        asyncio.run(run_campaign(home, workload, planned(seed, ON_MODEL), seed=seed, report=report))
+        check_same_weights(home)
 
 
 def _read(results: Path) -> list[Done]:
@@ -82,6 +107,9 @@ def _tell(done: list[Done]) -> None:
     for kind, count in sorted(Counter(one.kind for one in struck).items()):
         moments = Counter(one.moment for one in struck if one.kind == kind)
         print(f"{count:5} × {kind}: " + ", ".join(f"{moment} {times}" for moment, times in sorted(moments.items())))
+    told = [campaign.report.testimony for campaign in done]
+    seen, running, grown = (sum(getattr(one, name) for one in told) for name in ("seen", "running", "grown"))
+    print(f"of {seen} trajectories {running} were seen while they ran, growing {grown} times")
     print(f"{len(struck)} faults, {sum(one.report.jobs for one in done)} jobs")
     print(f"failed: {[one.seed for one in done if one.failure] or 'none'}")
 

@@ -10,27 +10,26 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import psutil
 from anyio.abc import TaskGroup
 
+from libs.common import messages as m
 from libs.common.job import Job
+from tests.chaos.attack import Attack, Kind, Missed
 from tests.chaos.cluster import Cluster, running_cluster
-from tests.chaos.faults import STRIKES, Attack, Healing, Kind, Missed
-from tests.chaos.invariants import Ending, check_nothing_left, ending_of
+from tests.chaos.faults import STRIKES, Healing
+from tests.chaos.invariants import Ending, check_cancelled, check_nothing_left, check_same_samples, ended, ending_of
 from tests.chaos.jobs import submission
-from tests.chaos.watch import JobWatch, Moment, Watch
+from tests.chaos.plan import Planned
+from tests.chaos.watch import GENERATES, JobWatch, Moment, Watch
+from tests.chaos.witness import Testimony
 
 LASTING_AT_ONCE = 4
 GLANCE_S = 0.01
 MOMENT_COMES_S = 120.0
 JOB_ENDS_S = 90.0
-
-
-class Planned(msgspec.Struct, frozen=True):
-    """A fault to come: what, at which moment of a job's step, and how long after the one before."""
-
-    kind: Kind
-    moment: Moment
-    pause_s: float
+SEEN_RUNNING = 0.5
+"""Share of all trajectories that the witness must see before they have ended. Some are only a checkpoint long."""
 
 
 class Struck(msgspec.Struct, frozen=True):
@@ -38,12 +37,11 @@ class Struck(msgspec.Struct, frozen=True):
 
     Attributes:
         at_s: since the campaign began. job, step: whose work it was. target: who was struck.
-        running: trajectories of that job that were running then.
+        running: trajectories of that job that were running then; where a rollout instance was struck, on that one.
         began_anew: other workers that died of it, too; known of faults that strike alone.
     """
 
     at_s: float
-
     kind: Kind
     moment: Moment
     job: str
@@ -54,28 +52,34 @@ class Struck(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """What came of a campaign."""
+    """What came of a campaign.
+
+    Attributes:
+        jobs, cancelled: how many have succeeded, and how many were cancelled.
+        testimony: what the witness of the store has seen.
+    """
 
     struck: list[Struck] = []
     jobs: int = 0
+    cancelled: int = 0
     seconds: float = 0.0
+    testimony: Testimony = Testimony()
 
     def cells(self) -> set[tuple[Kind, Moment]]:
         """Which kinds struck at which moments."""
         return {(one.kind, one.moment) for one in self.struck}
 
+    def check(self) -> None:
+        """That the campaign was one: its faults have hit what they are for, and the witness has seen what it is for.
 
-CELLS = len(Kind) * len(Moment)
-
-
-def planned(seed: int, count: int) -> list[Planned]:
-    """``count`` faults of which no pair of kind and moment comes again before all have come; pauses up to 0.2 s."""
-    draw, plan = random.Random(seed), list[Planned]()
-    cells = [(kind, moment) for kind in Kind for moment in Moment]
-    while len(plan) < count:
-        draw.shuffle(cells)
-        plan += [Planned(kind, moment, draw.uniform(0.0, 0.2)) for kind, moment in cells]
-    return plan[:count]
+        Raises:
+            AssertionError: it wasn't.
+        """
+        idle = [one for one in self.struck if one.moment in GENERATES and not one.running]
+        assert not idle, f"nothing was running where it was struck: {idle}"
+        told = self.testimony
+        assert told.running >= SEEN_RUNNING * told.seen, f"the witness saw too few trajectories while they ran: {told}"
+        assert told.grown >= told.running, f"the witness saw too few trajectories grow: {told}"
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -131,8 +135,9 @@ class Campaign:
                 tasks.cancel_scope.cancel()
             await check_nothing_left(self._cluster, list(self._watch.jobs))
         finally:
-            self._report.seconds = time.monotonic() - self._began
-        assert not self._watch.broken, self._watch.broken
+            self._report.seconds, self._report.testimony = time.monotonic() - self._began, self._watch.witness.testimony
+        assert not self._watch.witness.broken, self._watch.witness.broken
+        self._report.check()
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 
@@ -140,7 +145,9 @@ class Campaign:
         """Each job left alone, if it isn't known yet how it ends then."""
 
         async def one(job: Job) -> None:
-            self._workload.expected[job.name] = await self._run_job(f"undisturbed-{job.name}", job)
+            uid = f"undisturbed-{job.name}"
+            await self._run_job(uid, job)
+            self._workload.expected[job.name] = await ending_of(self._cluster, uid, job)
 
         async with anyio.create_task_group() as tasks:
             for job in self._workload.jobs:
@@ -159,13 +166,21 @@ class Campaign:
                 await self._watch.changes.next()
 
     async def _run_attacked(self, uid: str, job: Job) -> None:
-        ending, expected = await self._run_job(uid, job), self._workload.expected[job.name]
-        for line, other in zip(ending.samples, expected.samples, strict=True):
-            assert line == other, f"{uid} has a sample that an undisturbed job has not: {line} instead of {other}"
+        await self._run_job(uid, job)
+        outcome, may_end = (await ended(self._cluster, uid)).outcome, self._watch.jobs[uid].may_end
+        assert outcome in may_end, f"{uid} {outcome} where it may only have {' or '.join(may_end)}"
+        expected = self._workload.expected[job.name]
+        if outcome is m.Outcome.CANCELLED:
+            check_cancelled(self._cluster, uid, expected)
+            self._report.cancelled += 1
+            return
+        ending = await ending_of(self._cluster, uid, job)
+        check_same_samples(uid, ending.samples, expected.samples)
         assert ending.trained == expected.trained, f"{uid} trained something else than an undisturbed job"
         self._report.jobs += 1
 
-    async def _run_job(self, uid: str, job: Job) -> Ending:
+    async def _run_job(self, uid: str, job: Job) -> None:
+        """Hand a job in, and wait until it has ended."""
         watch = self._watch.jobs.get(uid) or self._watch.follow(uid)
         await self._cluster.bus.publish(submission(job, uid))
         quiet_since, step = time.monotonic(), watch.step
@@ -175,7 +190,6 @@ class Campaign:
             if watch.step != step or self._busy:
                 quiet_since, step = time.monotonic(), watch.step
             assert time.monotonic() - quiet_since < JOB_ENDS_S, f"{uid} makes no progress: step {step}, {watch.phase}"
-        return await ending_of(self._cluster, uid, job)
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
@@ -193,19 +207,20 @@ class Campaign:
         with anyio.fail_after(MOMENT_COMES_S):
             while True:
                 job = await self._moment(one.moment)
-                attack = Attack(self._cluster, self._watch, job, draw=self._draw, busy=self._busy)
                 step, running = job.step, (await self._watch.owners(job.uid)).total()
+                attack = Attack(
+                    self._cluster, self._watch, job, moment=one.moment, running=running, draw=self._draw, busy=self._busy
+                )
                 try:
-                    if one.moment is Moment.GENERATING and not running:
-                        raise Missed("nothing is claimed yet")
+                    if one.moment in GENERATES and not running:
+                        raise Missed("nothing is claimed")
                     heal = await STRIKES[one.kind](attack)
-                except Missed:
+                except (Missed, psutil.NoSuchProcess):  # or it has died just now
                     self._busy.discard(attack.target)
                     await asyncio.sleep(GLANCE_S)
                     continue
-                self._report.struck.append(
-                    Struck(time.monotonic() - self._began, one.kind, one.moment, job.uid, step, attack.target, running)
-                )
+                at_s, target, running = time.monotonic() - self._began, attack.target, attack.running
+                self._report.struck.append(Struck(at_s, one.kind, one.moment, job.uid, step, target, running))
                 return attack, heal
 
     async def _moment(self, moment: Moment) -> JobWatch:

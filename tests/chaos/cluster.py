@@ -1,7 +1,7 @@
 """A cluster to be attacked: its own servers, its own service processes, and a wire from each process to each server.
 
-Two machines that share a disk, each a device with rollout workers and a trainer; one reward service; two schedulers, of
-which one stands by. Every process comes back a moment after it has died, as under any supervisor, but never later and later:
+Two machines that share a disk, each a device with rollout workers, a trainer, a reward service and a scheduler, of which one
+stands by. Every process comes back a moment after it has died, as under any supervisor, but never later and later:
 here dying is the order of the day.
 """
 
@@ -31,6 +31,7 @@ from libs.common.settings import (
 )
 from libs.common.store import TrajectoryStore
 from libs.node.servers import Server, start_nats, start_valkey
+from tests.chaos.append_log import AppendLog
 from tests.chaos.proxy import Wire
 from tests.service_processes import start_service
 
@@ -130,6 +131,7 @@ class Cluster:
 
     def __init__(self, home: Path, nats: Server, valkey: Server, bus: Bus, store: TrajectoryStore) -> None:
         self.home, self.nats, self.valkey, self.bus, self.store = home, nats, valkey, bus, store
+        self.valkey_log = AppendLog(home / "valkey" / "appendonlydir")
         self.instances: dict[str, Instance] = {}
 
     def with_role(self, role: str) -> list[Instance]:
@@ -179,12 +181,14 @@ async def running_cluster(home: Path, *, rollouts: int) -> AsyncIterator[Cluster
             await cluster.add(role, name, _settings(home, machine, rollouts))
         try:
             async with asyncio.TaskGroup() as tasks:
+                looking = tasks.create_task(cluster.valkey_log.keep_looking())
                 for instance in cluster.instances.values():
                     tasks.create_task(instance.keep_running())
                 try:
                     await cluster.all_answer()
                     yield cluster
                 finally:
+                    looking.cancel()
                     await _close(cluster)
         finally:
             await cluster.store.close()
@@ -215,6 +219,7 @@ def _layout(rollouts: int) -> list[tuple[str, str, str]]:
         ("scheduler", "scheduler-0", MACHINES[0]),
         ("scheduler", "scheduler-1", MACHINES[1]),
         ("reward", "reward-0", MACHINES[0]),
+        ("reward", "reward-1", MACHINES[1]),
         *workers,
     ]
 

@@ -2,13 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import anyio
 import msgspec
 import psutil
+import torch
 from redis.asyncio import Redis
+from safetensors.torch import load_file
 
 from libs.common import messages as m
 from libs.common.job import Job
@@ -32,14 +34,44 @@ class Ending(msgspec.Struct, frozen=True):
     samples: list[SampleLine]
 
 
+async def ended(cluster: Cluster, uid: str) -> m.JobEnded:
+    """A job's terminal event, of which there is exactly one."""
+    (event,) = await cluster.bus.history(m.JobEnded, job_uid=uid)
+    return event
+
+
+def check_same_samples(uid: str, lines: Sequence[SampleLine], expected: Sequence[SampleLine]) -> None:
+    """Trajectories that have ended as those of an undisturbed job did.
+
+    Raises:
+        AssertionError: with the first that hasn't.
+    """
+    for line, other in zip(lines, expected, strict=True):
+        assert line == other, f"{uid} has a sample that an undisturbed job has not: {line} instead of {other}"
+
+
+def check_cancelled(cluster: Cluster, uid: str, expected: Ending) -> None:
+    """A cancelled job has trained the first steps of an undisturbed one, however many.
+
+    Raises:
+        AssertionError: it has trained something else.
+    """
+    folder = cluster.home / "jobs" / uid
+    steps = sampled_steps(folder)
+    assert steps == list(range(len(steps))), f"{uid} has samples of the steps {steps}"
+    lines = [line for step in steps for line in read_samples(folder, step)]
+    same_steps = [line for line in expected.samples if line.step < len(steps)]
+    check_same_samples(uid, sorted(lines, key=_place), same_steps)
+
+
 async def ending_of(cluster: Cluster, uid: str, job: Job) -> Ending:
     """How a job ended, once all that holds of every job has been checked.
 
     Raises:
         AssertionError: it ended as none may end.
     """
-    (ended,) = await cluster.bus.history(m.JobEnded, job_uid=uid)  # exactly one terminal event
-    assert ended.outcome is m.Outcome.SUCCEEDED, f"{uid} {ended.outcome}: {ended.reason}"
+    end = await ended(cluster, uid)
+    assert end.outcome is m.Outcome.SUCCEEDED, f"{uid} {end.outcome}: {end.reason}"
     folder, steps = cluster.home / "jobs" / uid, job.train.steps
     assert sampled_steps(folder) == list(range(steps))
     numbers = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -57,7 +89,25 @@ async def ending_of(cluster: Cluster, uid: str, job: Job) -> Ending:
         replay = json.loads((folder / "model" / "replay.json").read_text())
         assert replay["step"] == steps
         trained = replay["trained"]
-    return Ending(trained, sorted(lines, key=lambda line: (line.group, line.sample)))
+    return Ending(trained, sorted(lines, key=_place))
+
+
+def _place(line: SampleLine) -> tuple[int, int]:
+    return line.group, line.sample
+
+
+def check_same_weights(home: Path) -> None:
+    """The models that were trained under attack are those of undisturbed jobs, as far as floating point lets them be.
+
+    Raises:
+        AssertionError: one isn't, or there is none.
+    """
+    paths = sorted(home.glob("jobs/*/model/model.safetensors"), reverse=True)
+    undisturbed, *attacked = [load_file(path) for path in paths]
+    assert attacked, f"no model was trained under attack in {home}"
+    for weights in attacked:
+        for name, tensor in undisturbed.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 def budget_of(job: Job) -> int:

@@ -60,6 +60,8 @@ class Wire:
             await self._forward_both(reader, writer, *theirs)
         except OSError:
             pass  # there is no server now, and the client learns it by the closed connection
+        except asyncio.CancelledError:
+            pass  # by this wire alone, and asyncio's own callback trips over a connection's task that was cancelled
         finally:
             self._connections.discard(task)
             writer.close()

@@ -1,11 +1,12 @@
 """What can be seen of running jobs from outside: in which moment of its step each one is, and whose work is alive.
 
-Also the witness of two invariants: what the store has of a trajectory only ever grows at its end, and all of it was sampled
-from the policy of its step.
+It also looks at what the store has of them, for a witness: at what is being generated as often as it can, at everything now
+and then.
 """
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -16,8 +17,10 @@ from libs.common import messages as m
 from libs.common.changes import Changes
 from libs.common.trajectory import Record, TrajectoryId
 from tests.chaos.cluster import Cluster
+from tests.chaos.witness import Witness
 
-LOOK_S = 0.1
+LOOK_S = 0.05
+LOOK_AT_ALL_S = 0.5
 
 
 class Moment(StrEnum):
@@ -31,19 +34,31 @@ class Moment(StrEnum):
     PUBLISHED = "published"  # the next policy is out; the checkpoint, if it is time for one, isn't
 
 
+GENERATES = frozenset({Moment.GENERATING, Moment.TAIL})
+"""The moments at which some of its trajectories run."""
+
 ISSUED_S = 0.05
 """How long a step counts as just issued."""
 
+ABOUT_TO_END = 2
+"""Steps that a job may do before anyone here has heard of it."""
+
 
 class JobWatch:
-    """One job as its messages show it."""
+    """One job as its messages show it.
+
+    Attributes:
+        may_end: the outcomes that are right for it; whoever asks for another one says so here.
+    """
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
         self.step, self.policy, self.phase = -1, -1, m.Phase.STARTING
+        self.steps, self._told_step = 0, -1
         self.trainer, self.outcome = "", ""
+        self.may_end = {m.Outcome.SUCCEEDED}
         self._issued_at = 0.0
-        self._issued, self._finished, self._settled = set[str](), set[str](), set[str]()
+        self._issued, self._finished, self._settled = set[TrajectoryId](), set[TrajectoryId](), set[TrajectoryId]()
 
     def hear(self, message: Any) -> None:
         """Take note of a message about this job."""
@@ -52,18 +67,27 @@ class JobWatch:
                 if step != self.step:
                     self.step, self._issued_at = step, time.monotonic()
                     self._issued, self._finished, self._settled = set(), set(), set()
-                self._issued.add(_member(message))
+                self._issued.add(_id(message))
             case m.TrajectoryFinished(step=step) if step == self.step:
-                self._finished.add(_member(message))
+                self._finished.add(_id(message))
             case m.TrajectorySettled(step=step) if step == self.step:
-                self._settled.add(_member(message))
+                self._settled.add(_id(message))
             case m.JobProgress():
-                self.phase = message.phase
+                self.phase, self.steps, self._told_step = message.phase, message.steps, message.step
             case m.PolicyPublished():
                 self.policy = message.version.step
             case m.JobRecord():
                 self.trainer = message.trainer
                 self.outcome = message.outcome or ""
+
+    @property
+    def about_to_end(self) -> bool:
+        """Whether it may have ended before anyone here has heard of it."""
+        return max(self.step, self._told_step) >= self.steps - ABOUT_TO_END
+
+    def unfinished(self) -> list[TrajectoryId]:
+        """What is being generated, or waits for it."""
+        return sorted(self._issued - self._finished)
 
     def is_in(self, moment: Moment) -> bool:
         """Whether it is in a moment now."""
@@ -94,8 +118,8 @@ class Watch:
         self._cluster = cluster
         self.jobs: dict[str, JobWatch] = {}
         self.changes = Changes()
-        self._prefixes: dict[TrajectoryId, bytes] = {}
-        self.broken: list[str] = []
+        self.witness = Witness()
+        self._looking = anyio.Lock()
 
     def follow(self, uid: str) -> JobWatch:
         """Watch a job, from before it is handed in."""
@@ -114,11 +138,12 @@ class Watch:
         async with anyio.create_task_group() as tasks:
             for kind in (m.JobProgress, m.PolicyPublished, m.JobRecord):
                 tasks.start_soon(self._follow_table, kind)
-            tasks.start_soon(self._watch_prefixes)
+            tasks.start_soon(self._look)
+            tasks.start_soon(self._look_at_all)
 
     async def owners(self, uid: str) -> Counter[str]:
         """How many running trajectories of a job each instance owns, by the store."""
-        records = await self._records(uid)
+        records = await self._records_of(uid)
         return Counter(record.owner for record in records if record.state == "running")
 
     async def _follow_table(self, kind: type[Any]) -> None:
@@ -134,27 +159,31 @@ class Watch:
             watch.hear(message)
             self.changes.notify()
 
-    async def _watch_prefixes(self) -> None:
+    async def _look(self) -> None:
+        """Show the witness what is being generated."""
         while True:
             for job in self.alive():
-                for record in await self._records(job.uid):
-                    self._compare(record)
+                await self._records(job.unfinished())
             await anyio.sleep(LOOK_S)
 
-    def _compare(self, record: Record) -> None:
-        id, ids = record.spec.id, record.tokens["id"].tobytes()
-        if set(record.tokens["step"].tolist()) - {record.spec.step}:
-            self.broken.append(
-                f"{id} of step {record.spec.step} has tokens of the policies {set(record.tokens['step'].tolist())}"
-            )
-        if not ids.startswith(before := self._prefixes.get(id, b"")):
-            self.broken.append(f"{id} had {len(before) // 4} tokens, and now has {len(ids) // 4} that don't begin with them")
-        self._prefixes[id] = ids
+    async def _look_at_all(self) -> None:
+        """Show it everything."""
+        while True:
+            for job in self.alive():
+                await self._records_of(job.uid)
+            await anyio.sleep(LOOK_AT_ALL_S)
 
-    async def _records(self, uid: str) -> list[Record]:
-        store = self._cluster.store
-        return [record for record in await store.read(await store.members(uid)) if record is not None]
+    async def _records_of(self, uid: str) -> list[Record]:
+        return await self._records(await self._cluster.store.members(uid))
+
+    async def _records(self, ids: Sequence[TrajectoryId]) -> list[Record]:
+        """Records, which the witness sees, too; one look after another."""
+        async with self._looking:
+            asked_at = time.monotonic()
+            records = [record for record in await self._cluster.store.read(ids) if record is not None]
+            self.witness.see(records, asked_at=asked_at)
+        return records
 
 
-def _member(news: m.TrajectoryNews) -> str:
-    return f"{news.group}.{news.sample}"
+def _id(news: m.TrajectoryNews) -> TrajectoryId:
+    return TrajectoryId(news.job_uid, news.group, news.sample)
