@@ -9,6 +9,7 @@ import asyncio
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,7 @@ def main(
     results = folder / "campaigns.jsonl"
     done = _read(results)
     while (struck := sum(len(one.report.struck) for one in done)) < faults:
-        number = max([seed, *(one.seed + 1 for one in done)])
+        number = next_seed(done, wanted=seed)
         print(f"{struck} of {faults} faults have struck; campaign {number} …", flush=True)
         one = _run(folder / f"campaign-{number}", number)
         done.append(one)
@@ -65,6 +66,11 @@ def main(
             sys.exit("no fault struck at all: the next campaign wouldn't do better")
     _tell(done)
     sys.exit(any(one.failure for one in done))
+
+
+def next_seed(done: Sequence[Done], *, wanted: int) -> int:
+    """The seed of the next campaign: the wanted one, or the first beyond all that have been used."""
+    return max([wanted, *(one.seed + 1 for one in done)])
 
 
 def _run(home: Path, seed: int) -> Done:

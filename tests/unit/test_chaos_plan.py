@@ -5,7 +5,9 @@ from collections import Counter
 import pytest
 
 from tests.chaos import plan
+from tests.chaos.__main__ import Done, next_seed
 from tests.chaos.attack import Kind
+from tests.chaos.campaign import Report
 from tests.chaos.plan import CELLS, planned
 
 
@@ -24,3 +26,8 @@ def test_a_new_kind_leaves_the_order_of_the_others(monkeypatch: pytest.MonkeyPat
     after = [one for one in planned(3, CELLS) if one.kind is not Kind.CANCEL]
     monkeypatch.setattr(plan, "Kind", [kind for kind in Kind if kind is not Kind.CANCEL])
     assert planned(3, len(after)) == after
+
+
+@pytest.mark.parametrize(("used", "wanted", "seed"), [([], 7, 7), ([7, 8], 7, 9), ([7, 8], 3, 9), ([7, 8], 20, 20)])
+def test_no_seed_is_used_twice_whatever_is_asked_for(used: list[int], wanted: int, seed: int) -> None:
+    assert next_seed([Done(one, Report()) for one in used], wanted=wanted) == seed
