@@ -56,8 +56,7 @@ class Wire:
         self._connections.add(task)
         try:
             await self._whole.wait()
-            theirs = await asyncio.open_connection("127.0.0.1", self._target_port)
-            await self._forward_both(reader, writer, *theirs)
+            await self._forward_both(reader, writer, *await self._reach_server())
         except OSError:
             pass  # there is no server now, and the client learns it by the closed connection
         except asyncio.CancelledError:
@@ -65,6 +64,15 @@ class Wire:
         finally:
             self._connections.discard(task)
             writer.close()
+
+    async def _reach_server(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect; what is opened for a connection that was cancelled meanwhile is closed."""
+        opening = asyncio.ensure_future(asyncio.open_connection("127.0.0.1", self._target_port))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close)
+            raise
 
     async def _forward_both(
         self,
@@ -81,10 +89,10 @@ class Wire:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            their_writer.close()  # first, because another cancellation would cut the rest short
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            their_writer.close()
 
     async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -92,3 +100,8 @@ class Wire:
                 await self._whole.wait()
                 target.write(data)
                 await target.drain()
+
+
+def _close(opening: "asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[1].close()
