@@ -20,7 +20,8 @@ from benchmarks.fixed_length import PROMPTS, endless_model
 from benchmarks.node_jobs import fresh_home
 from benchmarks.report import Report, parser, run_as_command
 from libs.common.job import Job
-from libs.common.replay import ListedLengths, ReplayedRollout
+from libs.common.lengths import ListedLengths
+from libs.common.replay import ReplayedRollout
 from libs.common.sections import ModelSection, RewardSection, RolloutSection, TrainSection
 from libs.node.servers import start_valkey
 

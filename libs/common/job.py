@@ -123,6 +123,8 @@ def _check(job: Job, file: str) -> None:
         refuse("rollout.temperature", "must be above 0: greedy samples of a group are all alike, and nothing can be learned")
     if job.environment.name == "single_turn" and job.rollout.max_turns != 1:
         refuse("rollout.max_turns", "the single_turn environment has exactly 1 turn")
+    if job.rollout.forced_lengths is not None and (job.rollout.stop or job.rollout.engine == "replay"):
+        refuse("rollout.forced_lengths", 'goes neither with rollout.stop nor with engine = "replay", which draws its own')
     if job.rollout.engine != "replay" and job.rollout.engine_args != ReplayedRollout():
         refuse("rollout.engine_args", 'only engine = "replay" has settings')
     if job.train.engine != "replay" and job.train.engine_args != ReplayedTraining():

@@ -10,33 +10,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from libs.common.lengths import Lengths, LogNormalLengths
+
 Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Speedups = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
-
-
-class LogNormalLengths(msgspec.Struct, frozen=True, tag="lognormal", tag_field="kind"):
-    """Lengths with a long tail: ``median`` tokens, ``sigma`` the standard deviation of their logarithm."""
-
-    median: Annotated[float, Meta(gt=0)] = 64.0
-    sigma: NonNegative = 0.8
-
-
-class UniformLengths(msgspec.Struct, frozen=True, tag="uniform", tag_field="kind"):
-    """Lengths from ``low`` to ``high`` tokens, both included."""
-
-    low: Count = 16
-    high: Count = 128
-
-    def __post_init__(self) -> None:
-        if self.low > self.high:
-            raise ValueError("low must not be above high")
-
-
-class ListedLengths(msgspec.Struct, frozen=True, tag="list", tag_field="kind"):
-    """Lengths drawn from recorded ones."""
-
-    tokens: Annotated[tuple[Count, ...], Meta(min_length=1)]
 
 
 class ReplayedRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +31,7 @@ class ReplayedRollout(msgspec.Struct, frozen=True, kw_only=True):
         deadly_seeds: a trajectory with one of these seeds takes the engine's process with it as soon as it is in a step.
     """
 
-    lengths: LogNormalLengths | UniformLengths | ListedLengths = LogNormalLengths()
+    lengths: Lengths = LogNormalLengths()
     prefill_tokens_per_s: NonNegative = 0.0
     decode_ms: NonNegative = 0.0
     decode_ms_per_sequence: NonNegative = 0.0

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from libs.common.lengths import Lengths
 from libs.common.replay import ReplayedRollout, ReplayedTraining
 
 Count = Annotated[int, Meta(ge=1)]
@@ -75,6 +76,8 @@ class RolloutSection(Section, frozen=True, kw_only=True):
         max_turns: model turns of a trajectory.
         temperature: of training samples.
         stop: strings that end a turn besides the model's own end-of-sequence tokens.
+        forced_lengths: every turn has the length that is drawn from this, whatever the model says, keyed by (seed of the
+            trajectory, where the turn began): for benchmarks that compare schedules on the same work.
         checkpoint_tokens, checkpoint_ms: new tokens are stored at the latest after so many tokens or milliseconds.
         lease_s: how long a claimed trajectory stays claimed without renewal.
         max_attempts: failures of one sample (environment, tool) before it ends as failed.
@@ -92,6 +95,7 @@ class RolloutSection(Section, frozen=True, kw_only=True):
     max_turns: Count = 1
     temperature: NonNegative = 1.0
     stop: list[Annotated[str, Meta(min_length=1)]] = []
+    forced_lengths: Lengths | None = None
     checkpoint_tokens: Count = 32
     checkpoint_ms: Count = 500
     lease_s: Positive = 5.0

@@ -12,16 +12,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Literal
-
-import numpy as np
 
 from libs.common.errors import ModelError
-from libs.common.replay import ListedLengths, LogNormalLengths, ReplayedRollout, UniformLengths, speed_of
+from libs.common.lengths import drawn_length, noise
+from libs.common.replay import ReplayedRollout, speed_of
 from libs.common.tokens import PolicyVersion
 from services.rollout.engine import NewToken, StepReport, StopReason, TurnRequest
-
-_WORD = (1 << 64) - 1
 
 
 class _Turn:
@@ -70,7 +66,9 @@ class ReplayEngine:
             if request.key in self._turns:
                 raise ModelError(f"{request.key}: already has a turn on this engine")
         for request in requests:
-            self._turns[request.key] = _Turn(request, turn_length(self._settings, request))
+            self._turns[request.key] = _Turn(
+                request, drawn_length(self._settings.lengths, seed=request.seed, turn_start=request.turn_start)
+            )
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forget turns; see :meth:`Engine.drop`."""
@@ -148,24 +146,7 @@ class ReplayEngine:
         return NewToken(key=request.key, token_id=token_id, logprob=-math.log(self._settings.vocab_size), stopped=reason)
 
 
-def turn_length(settings: ReplayedRollout, request: TurnRequest) -> int:
-    """Tokens of the turn as it was drawn, before any budget cuts it; at least 1."""
-    draw = _draw(request.seed, stream=1, counter=request.turn_start)
-    match settings.lengths:
-        case LogNormalLengths(median=median, sigma=sigma):
-            return max(1, round(median * math.exp(sigma * draw.standard_normal())))
-        case UniformLengths(low=low, high=high):
-            return int(draw.integers(low, high, endpoint=True))
-        case ListedLengths(tokens=tokens):
-            return tokens[int(draw.integers(len(tokens)))]
-
-
 def _token_id(seed: int, position: int, vocab_size: int, avoid: frozenset[int]) -> int:
     """The id at a position, never one that would end the turn (unless nothing else is left)."""
-    first = int(_draw(seed, stream=0, counter=position).integers(vocab_size))
+    first = int(noise(seed, stream=0, counter=position).integers(vocab_size))
     return next((token for token in chain(range(first, vocab_size), range(first)) if token not in avoid), first)
-
-
-def _draw(seed: int, *, stream: Literal[0, 1], counter: int) -> np.random.Generator:
-    """A generator that the arguments alone determine."""
-    return np.random.Generator(np.random.Philox(key=(seed & _WORD) | (stream << 64), counter=counter << 192))

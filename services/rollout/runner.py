@@ -16,6 +16,7 @@ from libs.common.chat import ChatTokenizer
 from libs.common.errors import JigsawError, StaleEpochError
 from libs.common.group_commit import GroupCommit
 from libs.common.job import Job
+from libs.common.lengths import drawn_length
 from libs.common.tokens import PolicyVersion, TokenArray, join, observed, sampled
 from libs.common.trajectory import Append, Claim, Die, Fail, Finish, TrajectoryId
 from libs.environments.protocol import Conversation, Done, Environment, EnvironmentFailed, Observation
@@ -195,14 +196,26 @@ class Trajectory:
         at = standing(tokens, turn_ended=False, max_new_tokens=self.claim.spec.max_new_tokens)
         if not len(tokens) or at.turn_start == len(tokens):
             return at
-        text = self._text(*at.spans[-1], special=True) if self._tools.job.rollout.stop else ""
-        ended = ends_turn(
-            int(tokens["id"][-1]), text, stop_token_ids=self._tools.chat.eos_ids, stop=self._tools.job.rollout.stop
-        )
-        return standing(tokens, turn_ended=ended, max_new_tokens=self.claim.spec.max_new_tokens)
+        return standing(tokens, turn_ended=self._turn_ended(at), max_new_tokens=self.claim.spec.max_new_tokens)
+
+    def _turn_ended(self, at: Standing) -> bool:
+        tokens, rollout = self._joined(), self._tools.job.rollout
+        if rollout.forced_lengths is not None:
+            return self._forced_rest(at) <= 0
+        text = self._text(*at.spans[-1], special=True) if rollout.stop else ""
+        return ends_turn(int(tokens["id"][-1]), text, stop_token_ids=self._tools.chat.eos_ids, stop=rollout.stop)
+
+    def _forced_rest(self, at: Standing) -> int:
+        """Tokens that the current turn still lacks of its drawn length; a whole turn's if none has begun."""
+        lengths = self._tools.job.rollout.forced_lengths
+        assert lengths is not None
+        drawn = drawn_length(lengths, seed=self.claim.spec.seed, turn_start=at.turn_start)
+        return drawn - (len(self._joined()) - at.turn_start)
 
     async def _generate(self, at: Standing) -> StopReason:
-        spec = self.claim.spec
+        spec, rollout = self.claim.spec, self._tools.job.rollout
+        forced = rollout.forced_lengths is not None
+        most = spec.max_new_tokens - at.sampled
         self._turn = asyncio.get_running_loop().create_future()
         await self._tools.engine.begin(
             TurnRequest(
@@ -210,15 +223,17 @@ class Trajectory:
                 prompt_ids=spec.prompt_ids,
                 token_ids=self._joined()["id"].tolist(),
                 turn_start=at.turn_start,
-                max_new_tokens=spec.max_new_tokens - at.sampled,
+                max_new_tokens=min(most, self._forced_rest(at)) if forced else most,
                 temperature=spec.temperature,
                 seed=spec.seed,
-                stop_token_ids=self._tools.chat.eos_ids,
-                stop=self._tools.job.rollout.stop,
+                stop_token_ids=[] if forced else self._tools.chat.eos_ids,
+                stop=rollout.stop,
             )
         )
         stopped = await self._turn
         self._turn = None
+        if forced and stopped is StopReason.LENGTH and self._forced_rest(at) <= 0:
+            return StopReason.STOP  # its length is what was drawn
         return stopped
 
     async def _respond(self, at: Standing) -> bool:

@@ -127,6 +127,10 @@ def test_settings_with_a_mistake_are_one_line_and_start_nothing(
             {"rollout": {"engine": "replay", "engine_args": {"lengths": {"kind": "uniform", "low": 9, "high": 3}}}},
             "rollout.engine_args.lengths: low must not be above high",
         ),
+        (
+            {"rollout": {"forced_lengths": {"kind": "uniform"}, "stop": ["x"]}},
+            "rollout.forced_lengths: goes neither with rollout.stop nor with",
+        ),
         ({"rollout": {"engine_args": {"decode_ms": 1}}}, 'rollout.engine_args: only engine = "replay" has settings'),
         ({"train": {"engine": "replay", "engine_args": {"speed": 3}}}, "train.engine_args.speed: unknown key"),
         (

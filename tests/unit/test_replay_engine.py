@@ -1,16 +1,14 @@
 """The replay engine: lengths, speeds, resume, and the contract of every engine."""
 
-import math
-
 import msgspec
-import numpy as np
 import pytest
 
 from libs.common.errors import ModelError
-from libs.common.replay import ListedLengths, LogNormalLengths, ReplayedRollout, UniformLengths
+from libs.common.lengths import ListedLengths, LogNormalLengths, drawn_length
+from libs.common.replay import ReplayedRollout
 from libs.common.tokens import PolicyVersion
 from services.rollout.engine import Engine, NewToken, StepReport, StopReason, TurnRequest
-from services.rollout.replay_engine import ReplayEngine, turn_length
+from services.rollout.replay_engine import ReplayEngine
 
 PROMPT = (1, 2, 3, 4)
 
@@ -48,7 +46,7 @@ def test_a_turn_has_the_length_that_its_seed_drew_and_ends_with_a_stop_token() -
     played.add(requests)
     tokens = play(played)
     for each in requests:
-        assert len(tokens[each.key]) == turn_length(ReplayedRollout(), each)
+        assert len(tokens[each.key]) == drawn_length(LogNormalLengths(), seed=each.seed, turn_start=0)
         assert tokens[each.key][-1].stopped is StopReason.STOP
         assert [token.token_id == 0 for token in tokens[each.key]] == [False] * (len(tokens[each.key]) - 1) + [True]
 
@@ -73,22 +71,6 @@ def test_budget_and_context_cut_a_turn_with_their_reasons() -> None:
     assert (len(tokens["context"]), tokens["context"][-1].stopped) == (20, StopReason.CONTEXT)
     with pytest.raises(ModelError, match="context window"):
         cut.add([request("long", token_ids=(1,) * 20)])
-
-
-def test_lengths_follow_the_distribution() -> None:
-    settings = ReplayedRollout(lengths=LogNormalLengths(median=100, sigma=0.5))
-    logs = np.log([turn_length(settings, request("t", seed=seed)) for seed in range(4000)])
-    assert logs.mean() == pytest.approx(math.log(100), abs=0.03)
-    assert logs.std() == pytest.approx(0.5, abs=0.03)
-    uniform = ReplayedRollout(lengths=UniformLengths(low=2, high=4))
-    assert {turn_length(uniform, request("t", seed=seed)) for seed in range(100)} == {2, 3, 4}
-    listed = ReplayedRollout(lengths=ListedLengths((3, 9)))
-    assert {turn_length(listed, request("t", seed=seed)) for seed in range(50)} == {3, 9}
-
-
-def test_turns_of_a_trajectory_have_their_own_lengths() -> None:
-    settings = ReplayedRollout()
-    assert len({turn_length(settings, request("t", turn_start=start)) for start in range(0, 400, 40)}) > 3
 
 
 def test_a_step_lasts_what_the_speeds_say() -> None:

@@ -196,6 +196,35 @@ async def test_taking_over_in_the_middle_of_a_turn(chat: ChatTokenizer) -> None:
     assert played.end.text == chat.decode([*there, 42])
 
 
+FORCED = {"forced_lengths": {"kind": "list", "tokens": [5]}}
+
+
+async def test_a_forced_turn_has_its_length_whatever_the_model_says(chat: ChatTokenizer) -> None:
+    eos = chat.eos_ids[0]
+    told = Observation([ChatMessage("user", "are you sure")])
+    turns = [([40, eos, 41, 42, 43], StopReason.LENGTH), ([44] * 5, StopReason.LENGTH)]
+    played = await play(chat, turns, [told, Done()], **FORCED)
+    assert [(list(request.stop_token_ids), request.max_new_tokens) for request in played.engine.requests] == [([], 5)] * 2
+    assert isinstance(played.end, Finish)
+    assert (played.end.stop_reason, played.end.turns) == ("stop", 2)
+
+
+async def test_taking_over_in_a_forced_turn_asks_for_the_rest_and_after_it_for_nothing(chat: ChatTokenizer) -> None:
+    played = await play(chat, [([44] * 3, StopReason.LENGTH)], [Done()], before=sampled([40, 41], [-0.1] * 2, V), **FORCED)
+    assert [request.max_new_tokens for request in played.engine.requests] == [3]
+    played = await play(chat, [], [Done()], before=sampled([40] * 5, [-0.1] * 5, V), **FORCED)
+    assert played.engine.requests == []
+    assert isinstance(played.end, Finish)
+    assert played.end.stop_reason == "stop"
+
+
+async def test_the_budget_cuts_a_forced_turn(chat: ChatTokenizer) -> None:
+    played = await play(chat, [([40] * 4, StopReason.LENGTH)], [], max_new_tokens=4, **FORCED)
+    assert [request.max_new_tokens for request in played.engine.requests] == [4]
+    assert isinstance(played.end, Finish)
+    assert played.end.stop_reason == "length"
+
+
 async def test_taking_over_after_a_finished_turn_asks_the_environment(chat: ChatTokenizer) -> None:
     before = sampled([40, chat.eos_ids[0]], [-0.1, -0.2], V)
     played = await play(chat, [], [Done()], before=before)
