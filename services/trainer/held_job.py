@@ -143,6 +143,7 @@ class HeldJob:
                 self._compute, self._step = None, trainer.step
                 with anyio.CancelScope(shield=True):
                     await compute.stop()
+                    await publication.tidy(own=True)
                 tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure

@@ -8,8 +8,8 @@ server refuses it (the pointer, the records), or what it writes lies where no su
 its incarnation).
 """
 
-import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from libs.common.trajectory import TrajectoryId
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.compute_link import ComputeLink
 from services.trainer.hold import Hold, Superseded
+from services.trainer.leftovers import delete_leftovers
 
 
 class Publication:
@@ -110,18 +111,16 @@ class Publication:
         """
         await self._hold.require()
         target, writer = self._folder / "model", str(self._hold.incarnation)
-        partial = await anyio.to_thread.run_sync(lambda: manifest.prepare(target, writer=writer))
-        await self._compute.write_policy(str(partial))
+        aside = await anyio.to_thread.run_sync(lambda: manifest.prepare(target, writer=writer))
+        await self._compute.write_policy(str(aside))
         await anyio.to_thread.run_sync(lambda: manifest.complete(target, durable=True, writer=writer))
         return target
 
-    async def tidy(self) -> None:
-        """Delete what trainers before this one left half-written; one of them that still writes is replaced, and fails."""
+    async def tidy(self, *, own: bool = False) -> None:
+        """Delete what trainers before this one left half-written; one of them that still writes is replaced, and fails.
 
-        def delete() -> None:
-            for partial in [*manifest.partials(self._folder), *manifest.partials(self._folder / "checkpoints")]:
-                *_, writer, _ = partial.name.split(".")  # an incarnation, for the model as for checkpoints
-                if writer.isdigit() and int(writer) < self._hold.incarnation:
-                    shutil.rmtree(partial, ignore_errors=True)
-
-        await anyio.to_thread.run_sync(delete)
+        Args:
+            own: this one's, too: its training process has ended.
+        """
+        newest = self._hold.incarnation if own else self._hold.incarnation - 1
+        await anyio.to_thread.run_sync(partial(delete_leftovers, self._folder, up_to=newest))

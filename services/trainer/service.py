@@ -9,6 +9,7 @@ from libs.common.holdings import Holdings
 from libs.common.policy_store import PolicyStore
 from libs.common.service import Context
 from services.trainer.held_job import HeldJob
+from services.trainer.leftovers import delete_leftovers
 
 
 async def serve(context: Context) -> None:
@@ -27,8 +28,9 @@ async def serve(context: Context) -> None:
 
 
 async def tidy(context: Context, policies: PolicyStore) -> None:
-    """Delete the policy versions of jobs that have ended; their checkpoints and models stay."""
+    """Delete what nobody needs of jobs that have ended: policy versions and what was half-written; the rest stays."""
     table = await context.bus.table(m.JobRecord)
     async for change in table.watch():
         if change.value is None or change.value.state is m.JobState.ENDED:
             await anyio.to_thread.run_sync(policies.forget, change.key)
+            await anyio.to_thread.run_sync(delete_leftovers, context.settings.job_folder(change.key))

@@ -129,8 +129,8 @@ async def check_nothing_left(cluster: Cluster, uids: list[str]) -> None:
             left = await _left(cluster)
             await anyio.sleep(0.1)
     assert not left, f"left behind: {left}"
-    for uid in uids:
-        assert not [path for path in (cluster.home / "jobs" / uid).rglob("*") if "partial" in path.name]
+    half_written = [path for uid in uids for path in (cluster.home / "jobs" / uid).rglob("*") if "partial" in path.name]
+    assert not half_written, f"left behind: {half_written}"
 
 
 async def _left(cluster: Cluster) -> list[str]:
