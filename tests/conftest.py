@@ -7,11 +7,16 @@ from uuid import uuid4
 import nats
 import pytest
 import structlog
+from hypothesis import settings
 
 from libs.common.bus import Bus
 from libs.common.store import TrajectoryStore
 from libs.node.servers import start_nats, start_valkey
 from tests.store_servers import store_binaries
+
+# How long one example takes says more about the machine than about the code; pytest's limit per test holds all the same.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)
