@@ -89,6 +89,12 @@ class Rollouts:
         )
         await runtime.allocate(allocation)
 
+    async def in_force(self, runtime: JobRuntime, *, revision: int = 1, within_s: float = 20.0) -> None:
+        """Until an allocation is applied, so that the instance has an engine and can adopt what it is offered."""
+        with anyio.fail_after(within_s):
+            while runtime.revision < revision:
+                await anyio.sleep(0.01)
+
     async def records(self) -> list[Record]:
         found = await self.store.read(self.ids)
         return [record for record in found if record is not None]

@@ -87,6 +87,7 @@ async def test_what_is_drained_goes_on_elsewhere_from_its_last_token(rollouts: O
 async def test_moved_trajectories_equal_undisturbed_ones(rollouts: Open) -> None:
     world = await rollouts(job_of(rollout={"engine_args": SLOW}))
     async with world.instance("source", max_running=4) as source, world.instance("target", max_running=0) as target:
+        await world.in_force(target)
         await world.issue(4)
         await world.until(begun)
         assert await source.release(3, target=f"target-{world.uid}") == 3
@@ -106,7 +107,8 @@ async def test_moved_trajectories_equal_undisturbed_ones(rollouts: Open) -> None
 async def test_a_planned_move_is_told_and_is_no_loss(rollouts: Open) -> None:
     world = await rollouts(job_of(rollout={"engine_args": SLOW}))
     with capture_logs() as lines:
-        async with world.instance("source") as source, world.instance("target", max_running=0):
+        async with world.instance("source") as source, world.instance("target", max_running=0) as target:
+            await world.in_force(target)
             await world.issue(2)
             await world.until(begun)
             await source.release(2, target=f"target-{world.uid}")
@@ -145,9 +147,7 @@ async def test_a_paused_instance_keeps_what_it_has_and_goes_on(rollouts: Open) -
         await world.issue(2)
         await world.until(begun)
         await world.allocate(runtime, (), revision=2)
-        with anyio.fail_after(5):
-            while runtime.revision < 2:
-                await anyio.sleep(0.01)
+        await world.in_force(runtime, revision=2)
         await anyio.sleep(0.1)
         paused = await world.records()
         await anyio.sleep(1.2)  # longer than a lease

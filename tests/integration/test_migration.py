@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -81,9 +80,8 @@ async def play_all(nats_url: str, redis_url: str, folder: Path) -> Runs:
         await world.publish_policy()
         other = len(os.sched_getaffinity(0)) - 1
         async with world.instance("a") as a, world.instance("b", max_running=0, units=(other,)) as b:
-            with anyio.fail_after(BUSY_S):
-                while not a.revision or not b.revision:  # in force once an engine is loaded
-                    await anyio.sleep(0.05)
+            for instance in (a, b):
+                await world.in_force(instance, within_s=BUSY_S)
             runtimes = {"a": a, "b": b}
             alone = await play(world, "a", "b", runtimes, [])
             shortest = min(len(record.tokens) for record in alone.values())
