@@ -32,9 +32,8 @@ from libs.common.patience import PATIENCE_S
 from libs.common.pulling import Puller
 from libs.common.tables import Table
 
-ACK_WAIT_S = 30.0
-REWARD_ACK_WAIT_S = 10.0
-"""What a reward service had fetched comes again so long after it last said that it works on it."""
+ACK_WAIT_S = 10.0
+"""What was fetched comes again so long after whoever has it last said that it works on it."""
 
 REQUEST_ID = "Jigsaw-Request-Id"
 """Header by which an instance knows a request again that is repeated."""
@@ -86,7 +85,7 @@ class Bus:
         """Send what is under way and close."""
         await self._connection.close()
 
-    async def set_up(self, *, reward_ack_wait_s: float = REWARD_ACK_WAIT_S) -> None:
+    async def set_up(self, *, reward_ack_wait_s: float = ACK_WAIT_S) -> None:
         """Create streams, buckets and the consumer that all jobs share; safe to repeat. The scheduler alone does this.
 
         Args:

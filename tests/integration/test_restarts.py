@@ -13,7 +13,7 @@ import structlog
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.bus import Bus
+from libs.common.bus import ACK_WAIT_S, Bus
 from libs.common.errors import NodeError, Unreachable
 from libs.common.store import TrajectoryStore
 from libs.common.tokens import PolicyVersion
@@ -137,9 +137,8 @@ async def test_everyone_on_the_bus_goes_on(nats_server: Server, bus: Bus, ending
             await until(lambda seen=(len(confirmed), len(told)): len(confirmed) > seen[0] and len(told) > seen[1])  # type: ignore[misc]
             assert time.monotonic() - back < 3.0, "the outage is over when the server is back"
         last = confirmed[-1]
-        await until(
-            lambda: taken.issuperset(range(last + 1)), within_s=45.0
-        )  # what was fetched as the server went, comes again
+        # What was fetched as the server went comes again.
+        await until(lambda: taken.issuperset(range(last + 1)), within_s=2 * ACK_WAIT_S)
     await watching.close()
     assert told == sorted(set(told)), "a watch repeats nothing and goes back nowhere"
 

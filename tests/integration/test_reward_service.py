@@ -14,7 +14,7 @@ import pytest
 
 from libs.common import messages as m
 from libs.common import subjects
-from libs.common.bus import REWARD_ACK_WAIT_S, Bus
+from libs.common.bus import ACK_WAIT_S, Bus
 from libs.common.job import job_from
 from libs.common.settings import Addresses, NodeSettings, PluginSettings, default_settings
 from libs.common.store import TrajectoryStore
@@ -189,7 +189,7 @@ async def test_what_a_service_was_scoring_as_it_was_told_to_end_goes_to_another_
     id = await being_scored(job, tmp_path)
     await rewards.start("reward", "r1")
     rewards.send("r0", signal.SIGTERM)
-    await until((tmp_path / "call-1").exists, REWARD_ACK_WAIT_S / 2)
+    await until((tmp_path / "call-1").exists, ACK_WAIT_S / 2)
     (tmp_path / "go").touch()
     assert (await job.settled(id)).reward == 1.0
     assert await rewards.ended("r0") == 0
