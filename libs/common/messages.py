@@ -152,6 +152,9 @@ class DeadLetter(Message, frozen=True, kw_only=True):
 
 # --- decisions and telemetry -----------------------------------------------------------------------------------------
 
+LENGTH_BIN = 32
+"""Tokens of one bin in a histogram of response lengths."""
+
 
 class Decision(Message, frozen=True, kw_only=True):
     """What the scheduler decided, for observers: the grants now in force on a device, and why."""
@@ -165,7 +168,7 @@ class Decision(Message, frozen=True, kw_only=True):
 
 
 class SubStageEntered(Message, frozen=True, kw_only=True):
-    """A worker's sub-stage for a job changed, just now."""
+    """A worker's sub-stage for a job changed, just now: what it does, or would do if it had units."""
 
     job_uid: str
     step: int
@@ -177,8 +180,11 @@ class RolloutWindow(Message, frozen=True, kw_only=True):
 
     Attributes:
         tokens_prefill, tokens_decode: processed in the window. window_s: its length.
-        lengths: histogram of the running sequences' response lengths in bins of 32 tokens.
+        lengths: histogram of the running sequences' response lengths in bins of :data:`LENGTH_BIN` tokens.
         kv_used: share of KV blocks, 0..1. units: in force. revision: of the allocation in force.
+        thinking: trajectories held here that wait for their environment's answer.
+        turns: sampled tokens of each turn that ended in the window. tools_s: how long each answer took that came in it.
+        responses: (turns, sampled tokens) of each trajectory that finished in the window.
     """
 
     job_uid: str
@@ -192,6 +198,10 @@ class RolloutWindow(Message, frozen=True, kw_only=True):
     kv_used: float
     units: int
     revision: int
+    thinking: int = 0
+    turns: list[int] = []
+    tools_s: list[float] = []
+    responses: list[tuple[int, int]] = []
 
 
 class TrainerWindow(Message, frozen=True, kw_only=True):

@@ -211,8 +211,12 @@ class ScheduleSection(Section, frozen=True, kw_only=True):
 
     Attributes:
         priority: higher goes first.
+        weight: how much its completion counts beside other jobs', where a policy plans.
+        latency_bound: a step is to take at most so many times as long as it would alone; None: no bound.
         mode: ``sync`` trains each batch on its own policy version.
     """
 
     priority: int = 0
+    weight: Positive = 1.0
+    latency_bound: Annotated[float, Meta(ge=1)] | None = None
     mode: Literal["sync"] = "sync"

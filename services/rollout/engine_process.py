@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from libs.common.child import Parent, ParentGone, die_with_parent
 from libs.common.errors import JigsawError
-from libs.common.messages import SubStage
+from libs.common.messages import LENGTH_BIN, SubStage
 from libs.common.partition import CpuPartition
 from libs.common.tokens import PolicyVersion
 from services.rollout import wire
@@ -20,7 +20,6 @@ from services.rollout.bands import Bands, label
 from services.rollout.engine import Engine, NewToken, StepReport, StopReason
 
 WINDOW_S = 0.2
-LENGTH_BIN = 32
 
 
 def make_engine(load: wire.Load) -> tuple[Engine, int]:

@@ -86,6 +86,7 @@ class Stranding:
     """A policy that gives an unit to two jobs."""
 
     name = "stranding"
+    watches_sub_stages = False
 
     def decide(self, view: View) -> Plan:
         grants = [Grant(some, uid, (0,)) for uid in view.jobs for some in view.workers]

@@ -26,22 +26,42 @@ class Grant(msgspec.Struct, frozen=True):
     units: tuple[int, ...]
 
 
+class Move(msgspec.Struct, frozen=True):
+    """So many running trajectories of a job go from one rollout instance to another, which computes their KV cache anew."""
+
+    job_uid: str
+    source: str
+    target: str
+    count: int
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A whole decision: who holds which job with what. An instance not named for a job is taken off it.
 
     Attributes:
-        reason: why it is so, for people.
+        moves: what is merged. reason: why it is so, for people.
+        gain_s: seconds of the objective that the policy expects to gain over leaving everything as it is; 0 if it doesn't
+            predict.
     """
 
     placements: tuple[Placement, ...] = ()
     grants: tuple[Grant, ...] = ()
+    moves: tuple[Move, ...] = ()
     reason: str
+    gain_s: float = 0.0
 
 
 class Policy(Protocol):
-    """Divides devices among jobs."""
+    """Divides devices among jobs.
+
+    Attributes:
+        name: by which it is chosen.
+        watches_sub_stages: whether it is asked at every change of a sub-stage, too, and now and then; else only when jobs,
+            workers and stages change.
+    """
 
     name: str
+    watches_sub_stages: bool
 
     def decide(self, view: View) -> Plan:
         """The plan for the situation; called at each event that may change it."""

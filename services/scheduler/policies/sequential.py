@@ -17,6 +17,7 @@ class Sequential:
     """One job at a time."""
 
     name = "sequential"
+    watches_sub_stages = False
 
     def decide(self, view: View) -> Plan:
         """Everything to the running job; without one, to the queued job whose turn it is.

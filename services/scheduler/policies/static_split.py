@@ -23,6 +23,7 @@ class StaticSplit:
     """Fixed parts; remembers the split."""
 
     name = "static-split"
+    watches_sub_stages = False
 
     def __init__(self) -> None:
         self._parts = 0
